@@ -1,0 +1,103 @@
+"""Sums and differences of a few numbers, with their scorer: the quickstart's task, wheels only.
+
+Questions and scores equal those of reasoning-gym's chain_sum (0.1.25, item i of seed s is drawn from Random(s + i)), which a
+test holds; the split is ours. Since neighbouring seeds share items there, train and test are split by the question's text.
+Evidence grade: CODE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, DecimalException
+from typing import Any
+
+from oneloop.extract import ASKS, EXTRACTS, extract
+from oneloop.stages import Environment, Item, setting
+
+OPENING = "State the final answer to the following arithmetic problem:"
+
+
+def question(seed: int, terms: tuple[int, int], digits: tuple[int, int]) -> tuple[str, str]:
+    """A problem and its answer: a number of terms and of digits, drawn uniformly, joined by + and -."""
+    rng = random.Random(seed)
+    num_terms, num_digits = rng.randint(*terms), rng.randint(*digits)
+    low, high = 10 ** (num_digits - 1) if num_digits > 1 else 0, 10**num_digits - 1
+    numbers = [rng.randint(low, high) for _ in range(num_terms)]
+    signs = ["+", *(rng.choice(["+", "-"]) for _ in range(num_terms - 1))]
+    total = sum(n if sign == "+" else -n for sign, n in zip(signs, numbers, strict=True))
+    tail = "".join(f" {sign} {n}" for sign, n in zip(signs[1:], numbers[1:], strict=True))
+    return f"{OPENING} {numbers[0]}{tail} =", str(total)
+
+
+def similarity(answer: str | None, gold: str) -> float:
+    """1 for an equal number (sign, commas, leading zeros, decimals tolerated), else gold's share of an answer that holds it."""
+    if not answer:
+        return 0.0
+    plain = answer.replace(",", "")
+    try:
+        if Decimal(plain) == Decimal(gold.replace(",", "")):
+            return 1.0
+    except DecimalException:
+        pass
+    return len(gold) / len(plain) if gold in plain else 0.0
+
+
+def score(text: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict on a response (text only, nothing is executed): value, and whether it had the format at all."""
+    answer = extract(text, meta["extract"])
+    value = similarity(answer, meta["answer"])
+    return {"value": value if meta["partial"] else float(value == 1.0), "parts": {"format": float(answer is not None)}}
+
+
+def in_test(text: str, share: float) -> bool:
+    """Whether a question belongs to the held-out split, by its text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") < share * 2**32
+
+
+@dataclass(frozen=True)
+class Arithmetic(Environment):
+    """chain_sum. The test split holds distinct questions; the training split follows the generator's own frequencies."""
+
+    min_terms: int = setting(2, low=1, high=20)
+    max_terms: int = setting(2, low=1, high=20)
+    min_digits: int = setting(1, low=1, high=12)
+    max_digits: int = setting(2, low=1, high=12)
+    extract: str = setting("last_number", one_of=EXTRACTS)
+    partial: bool = setting(False)
+    train_size: int = setting(2048, low=1, high=10**7, unit="questions")
+    test_size: int = setting(256, low=1, high=10**6, unit="questions")
+    test_share: float = setting(0.5, low=0.01, high=0.99, unit="of all possible questions")
+    seed: int = setting(0, low=0, high=2**40)
+
+    def items(self, split: str) -> Sequence[Item]:
+        """Raises ValueError where the task has too few distinct questions for the split."""
+        if split not in ("train", "test"):
+            raise ValueError(f"split = {split!r}: 'train' or 'test'")
+        wanted, out, seen = self.train_size if split == "train" else self.test_size, [], set()
+        for i in range(wanted * 200):
+            text, answer = question(self.seed + i, (self.min_terms, self.max_terms), (self.min_digits, self.max_digits))
+            is_test = in_test(text, self.test_share)
+            if is_test != (split == "test") or (is_test and text in seen):
+                continue
+            seen.add(text)
+            out.append(self._item(f"{split}-{i}", text, answer))
+            if len(out) == wanted:
+                return out
+        raise ValueError(
+            f"arithmetic has only {len(out)} distinct {split} questions of {wanted}: "
+            "raise max_terms or max_digits, or lower test_size"
+        )
+
+    def _item(self, name: str, text: str, answer: str) -> Item:
+        meta = {
+            "answer": answer,
+            "extract": self.extract,
+            "partial": self.partial,
+            "scorer": "oneloop.environments.arithmetic:score",
+        }
+        said = {"tag": f"<answer>{answer}</answer>", "boxed": f"\\boxed{{{answer}}}"}.get(self.extract, answer)
+        messages = ({"role": "user", "content": text + ASKS[self.extract]},)
+        return Item(name, messages, meta, demonstration=said)

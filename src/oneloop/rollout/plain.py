@@ -1,0 +1,71 @@
+"""Plain rollouts: the policy answers, the environment replies, until the episode is over."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from oneloop.data import Ids, Request, Rollout, State, Turn
+from oneloop.stages import Environment, Rng, Rolling, Sampler, setting
+
+
+@dataclass(frozen=True)
+class Plain(Rolling):
+    """All rollouts of a request at once; the prompt's keys and values are shared by the sampler."""
+
+    max_turns: int = setting(1, low=1, high=100_000, unit="turns")
+
+    async def __call__(
+        self, request: Request, sampler: Sampler, environment: Environment, state: State, rng: Rng
+    ) -> list[Rollout]:
+        """request.count rollouts. Each draws from a stream of its own, so that it does not depend on its neighbours."""
+        streams = rng.spawn(request.count)
+        jobs = (self._one(request, i, sampler, environment, streams[i]) for i in range(request.count))
+        return list(await asyncio.gather(*jobs))
+
+    async def _one(self, request: Request, index: int, sampler: Sampler, environment: Environment, rng: Rng) -> Rollout:
+        turns = list(request.prefix)
+        if turns and turns[-1].finish == "open":
+            turns.append(await _go_on(turns.pop(), request, sampler, rng))
+        context: Ids | None = request.prompt.ids if not turns else None
+        while True:
+            if context is None:
+                reply = await environment.reply(request.prompt, turns) if len(turns) < self.max_turns else None
+                if reply is None:
+                    break
+                context = turns[-1].context + turns[-1].response + reply
+                turns.append(await _turn(context, request, sampler, rng, observed=len(reply)))
+            else:
+                turns.append(await _turn(context, request, sampler, rng))
+            context = None
+        return Rollout(
+            f"{request.id}/{index}", request.prompt, tuple(turns), request.id, request.origin, noise=request.noise
+        )
+
+
+async def _turn(context: Ids, request: Request, sampler: Sampler, rng: Rng, observed: int = 0) -> Turn:
+    turn = await sampler(context, request, rng.random(request.max_tokens))
+    return replace(turn, observed=observed)
+
+
+async def _go_on(half: Turn, request: Request, sampler: Sampler, rng: Rng) -> Turn:
+    """The rest of an open turn, by today's weights; what stands keeps its spans and log-probs."""
+    room = request.max_tokens - len(half.response)
+    if room <= 0:
+        return replace(half, finish="length")
+    rest = await sampler(half.context, request, rng.random(room), response=half.response)
+    old = len(half.response)
+    spans = tuple(replace(s, start=s.start + old, stop=s.stop + old) for s in rest.spans)
+    recorded = {
+        name: np.concatenate([half.recorded.get(name, np.full(old, np.nan)), new])
+        for name, new in rest.recorded.items()
+    }
+    return replace(
+        rest,
+        response=half.response + rest.response,
+        spans=half.spans + spans,
+        recorded=recorded,
+        observed=half.observed,
+    )
