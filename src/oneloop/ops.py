@@ -64,4 +64,5 @@ def entropy(logits_CV: Array) -> Array:
 
 def mean_metric(x_N: Array, on_N: Array) -> tuple[float, float]:
     """(sum, count) of x over the tokens where `on`."""
-    return float(x_N[on_N].sum()), float(on_N.sum())
+    chosen = x_N.detach()[on_N] if hasattr(x_N, "detach") else x_N[on_N]
+    return float(chosen.sum()), float(on_N.sum())

@@ -67,9 +67,8 @@ def random_weights():
 
 
 def kind_of(name, weight):
-    if weight.ndim == 1:
-        return gguf.GGMLQuantizationType.F32
-    return gguf.GGMLQuantizationType.Q8_0 if name.startswith("token") else gguf.GGMLQuantizationType.Q4_1
+    kinds = gguf.GGMLQuantizationType  # the same three that the real file has
+    return kinds.F32 if weight.ndim == 1 else kinds.Q8_0 if name.startswith("token") else kinds.Q4_1
 
 
 def write_gguf(path, *, reorder=llama_cpp_rows):
@@ -147,15 +146,14 @@ def left_behind(home):
 
 
 def line_of(caught):
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_weights_are_the_dequantised_ones_in_transformers_order(pulled):
     weights = load_file(pulled / "model.safetensors")
-    expected = expected_weights()
     assert len(weights) == 2 + 9 * LAYERS  # the head is tied: stored once
+    expected = expected_weights()
     for name, weight in weights.items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, expected(name)), name
@@ -198,22 +196,18 @@ def test_digits_split_as_the_model_was_trained(pulled):
     assert tokenizer.tokenize("ab  57") == ["ab", space, space, "5", "7"]
 
 
-def test_special_tokens_are_single_and_text_survives(pulled):
+def test_special_tokens_are_single_never_doubled_and_text_survives(pulled):
     tokenizer = AutoTokenizer.from_pretrained(pulled)
     assert [tokenizer.encode(token) for token in SPECIAL] == [[0], [1], [2]]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     for text in (" lead", "trail \n\n", "it's 1,024.5%", "h\u00e9 \U0001f600 \u65e5", "\x00\t\r\n", "<|im_ start|>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
-
-def test_the_chat_template_starts_with_one_begin_token(pulled):
-    tokenizer = AutoTokenizer.from_pretrained(pulled)
     chat = [{"role": "user", "content": "ab"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ids[0] == 1
     assert ids.count(1) == 2  # user and assistant, and no begin token before them
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.encode(text) == ids
+    assert tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) == ids
 
 
 def test_a_wrong_digest_is_refused_before_use(home, tiny, monkeypatch):
@@ -246,8 +240,7 @@ def test_a_damaged_file_is_refused(home, tiny, tmp_path, damage, which):
 
 
 def test_a_longer_file_is_not_read_to_its_end(home, tiny, tmp_path):
-    longer = tmp_path / "longer.gguf"
-    longer.write_bytes(tiny[0].read_bytes() + bytes(4 << 20))
+    (longer := tmp_path / "longer.gguf").write_bytes(tiny[0].read_bytes() + bytes(4 << 20))
     written = []
     with pytest.raises(hub.ModelError):
         hub.pull("tiny", source=longer, progress=lambda phase, done, total: written.append(done))
@@ -295,10 +288,8 @@ def start_pull(source, *, stop=""):
     return start(CHILD, json.dumps(vars(hub.NAMED["tiny"])), source, stop)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("phase", ["unpack", pytest.param("convert", marks=SLOW), pytest.param("save", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["unpack", "convert", "save"])
 def test_a_killed_pull_leaves_nothing_chosen(home, tiny, phase):
     with start_pull(tiny[1], stop=phase) as child:
         try:
@@ -401,8 +392,7 @@ def save_tiny(path):
 def test_a_whole_directory_and_a_hub_id_pass(tmp_path):
     path = save_tiny(tmp_path / "model")
     assert hub.resolve(str(path)) == str(path)
-    assert hub.resolve("owner/some-model_1.5B") == "owner/some-model_1.5B"
-    assert hub.resolve("gpt2") == "gpt2"
+    assert [hub.resolve(name) for name in ("owner/some-model_1.5B", "gpt2")] == ["owner/some-model_1.5B", "gpt2"]
 
 
 def shard_missing(path):
@@ -456,9 +446,9 @@ def test_the_command_pulls_lists_and_finds(home, tiny):
     assert str(home / "models" / "tiny") in runner.invoke(command, ["list"]).stdout
 
 
-@pytest.mark.parametrize("arguments", [["pull", "smollm2-153m"], ["path", "smollm2-153m"], ["path", "tiny"]])
+@pytest.mark.parametrize("arguments", ["pull smollm2-153m", "path smollm2-153m", "path tiny"])
 def test_the_command_fails_in_one_line(home, arguments):
-    result = CliRunner().invoke(command, arguments)
+    result = CliRunner().invoke(command, arguments.split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
@@ -466,8 +456,7 @@ def test_the_command_fails_in_one_line(home, arguments):
 
 def test_the_command_is_light():
     code = "import sys, oneloop.cli.model; print(sorted({'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)))"
-    with start(code) as child:
-        assert child.stdout.read() == "[]\n"
+    assert start(code).communicate()[0] == "[]\n"
 
 
 @pytest.fixture(scope="module")
@@ -485,31 +474,19 @@ def smollm2(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_smollm2_knows_the_capital_of_france(smollm2):
+def test_smollm2_reads_as_published_and_knows_the_capital_of_france(smollm2):
     tokenizer, model = AutoTokenizer.from_pretrained(smollm2), AutoModelForCausalLM.from_pretrained(smollm2)
+    assert (len(tokenizer), tokenizer.bos_token, tokenizer.eos_token) == (49152, "<|im_start|>", "<|im_end|>")
+    assert all(len(tokenizer.encode(digits)) == len(digits) for digits in ("7", "42", "1234567890"))
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(output)
-    assert output[-1] == tokenizer.eos_token_id  # and it ends by itself
-
-
-@pytest.mark.slow
-def test_smollm2_tokenizer_is_the_published_one(smollm2):
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    assert len(tokenizer) == 49152
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.model_max_length) == (
-        "<|im_start|>",
-        "<|im_end|>",
-        8192,
-    )
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     # the ids that users of the hub's tokenizer publish for this chat, the default system prompt included
     system = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182]
     question = [2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
-    assert ids == system + question
-    assert all(len(tokenizer.encode(digits)) == len(digits) for digits in ("7", "42", "1234567890"))
+    assert prompt["input_ids"].tolist() == [system + question]
+    output = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(output)
+    assert output[-1] == tokenizer.eos_token_id  # and it ends by itself
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.engine import padded
+from oneloop.engine import padded, vector_maths
 from oneloop.engine.attention import NAME, PLAN, Plan, packing
 from oneloop.engine.tree import Tree
+
+vector_maths.settle()
 
 # Largest difference of log-probs packed and apart, in nats: above rounding (norms and softmax run in fp32 even in fp64
 # models; 30 layers of bf16 move a log-prob by up to about 0.1), below what a wrong position or mask does.

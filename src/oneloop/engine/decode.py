@@ -87,6 +87,7 @@ class Decoder:
             slots: responses decoded at once.
             prefill_tokens: most tokens of new contexts in one forward (one longer context goes alone).
             pack_weights: on a CPU in bf16, keep a second copy of the linear weights in the matrix unit's layout.
+
         """
         if slots < 1 or prefill_tokens < 1:
             raise ValueError(f"slots = {slots} and prefill_tokens = {prefill_tokens} must be at least 1")
@@ -116,6 +117,7 @@ class Decoder:
 
         Raises:
             ValueError: the job is not one this model can answer; nothing was queued.
+
         """
         self._check(job)
         handle, self._next_handle = self._next_handle, self._next_handle + 1
@@ -132,8 +134,8 @@ class Decoder:
         need = len(job.context) + job.max_tokens - 1  # the last token is never read
         if limit is not None and need > limit:
             raise ValueError(
-                f"a context of {len(job.context)} tokens and {job.max_tokens} new ones need {need} positions, the model "
-                f"has {limit}: shorten the context or lower max_tokens"
+                f"a context of {len(job.context)} tokens and {job.max_tokens} new ones need {need} positions, the "
+                f"model has {limit}: shorten the context or lower max_tokens"
             )
         size = self._config.vocab_size
         if min(job.context) < 0 or max(job.context) >= size:
@@ -152,6 +154,7 @@ class Decoder:
         Raises:
             RuntimeError: the weights changed while jobs were in their slots.
             FloatingPointError: the model's logits are not finite.
+
         """
         if not self._waiting and not self._busy:
             return []
@@ -232,9 +235,12 @@ class Decoder:
         Raises:
             RuntimeError: other jobs are waiting or in their slots.
             ValueError: a job is not one this model can answer; nothing was queued.
+
         """
         if self._waiting or self._busy:
-            raise RuntimeError("run() while other jobs are in flight would lose their answers: step() until they finish")
+            raise RuntimeError(
+                "run() while other jobs are in flight would lose their answers: step() until they finish"
+            )
         jobs = list(jobs)
         for job in jobs:
             self._check(job)
@@ -259,6 +265,7 @@ class Decoder:
 
         Raises:
             RuntimeError: jobs are in their slots.
+
         """
         if self._busy:
             raise RuntimeError(f"{len(self._busy)} jobs are in their slots: step() until they finish, or abort()")

@@ -9,19 +9,22 @@ D head size. Every key tensor is laid out [row, position, K, D].
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 NAME = "oneloop_decode"  # the attention implementation's name in transformers
 STATE = "oneloop_decode_state"  # the keyword argument that carries a Prefill or a Decode to every layer
 CALL_COST = 40_000  # one more attention call costs about as much as this many query-key pairs (ours, measured)
 # arguments that models hand to every attention function and that change nothing here
 HARMLESS = frozenset(
-    "position_ids use_cache cache past_key_values past_key_value layer_past cache_position output_attentions "
-    "output_hidden_states return_dict is_causal position_embeddings logits_to_keep deterministic".split()
+    (
+        *("position_ids", "cache_position", "position_embeddings", "is_causal", "logits_to_keep"),
+        *("use_cache", "cache", "past_key_values", "past_key_value", "layer_past"),
+        *("return_dict", "output_attentions", "output_hidden_states"),
+    )
 )
 
 
@@ -103,7 +106,7 @@ class PrefixStore(KeyStore):
 
 
 def ladder(length: int) -> int:
-    """Return the stored length for a context: the next of 16, 32, 48, 64, 96, 128, 192, ... so that few stores exist."""
+    """Return the stored length for a context: the next of 16, 32, 48, 64, 96, 128, 192, ... (few stores)."""
     power = max(4, (length - 1).bit_length())
     three_quarters = 3 << (power - 2)
     return three_quarters if power > 4 and length <= three_quarters else 1 << power
@@ -150,7 +153,9 @@ class Prefill:
     bounds: list[int]
     windows: set[int | None] = field(default_factory=set)
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: "How") -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: "How"
+    ) -> torch.Tensor:
         """Store the keys and return causal attention within each context [1, N, H, D]."""
         self.windows.add(how.window)
         out = torch.empty_like(query.transpose(1, 2))
@@ -178,13 +183,13 @@ class How:
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
     length = q.shape[2]
     if how.softcap is None and (how.window is None or how.window >= length):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=True)
     position = torch.arange(length, device=q.device)
     mask = position[:, None] >= position[None]
     if how.window is not None:
         mask &= position[:, None] - position[None] < how.window
     if how.softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale, enable_gqa=True)
     folded = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [1, K, rep * L, D]
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf).repeat(q.shape[1] // k.shape[1], 1)
     out, _ = _part_exact(folded, k, v, bias[None, None], how)
@@ -373,7 +378,7 @@ def _best_padding(sizes: list[int], length: int) -> int:
     return min(sorted({0, *sizes}), key=cost)
 
 
-def attention(
+def attention(  # noqa: PLR0913 - the signature is transformers'
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -390,11 +395,16 @@ def attention(
 
     Raises:
         NotImplementedError: the layer asks for something that is not implemented here (sinks, head masks, ...).
+
     """
     state = others.pop(STATE, None)
     unknown = sorted(name for name, given in others.items() if given is not None and name not in HARMLESS)
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} looks both ways: not implemented here")
     if unknown or attention_mask is not None or dropout:
-        raise NotImplementedError(f"attention asks for {', '.join(unknown) or 'a mask or dropout'}: not implemented here")
+        raise NotImplementedError(
+            f"attention asks for {', '.join(unknown) or 'a mask or dropout'}: not implemented here"
+        )
     if not isinstance(state, Prefill | Decode):
         raise NotImplementedError(f"{type(module).__name__} does not hand extra arguments to its attention function")
     layer = getattr(module, "layer_idx", None)
@@ -404,7 +414,6 @@ def attention(
     return state.attend(layer, query, key, value, How(scale, sliding_window, softcap)), None
 
 
-def register(interface: type) -> None:
-    """Make the attention function known to transformers under NAME; it has no mask function, so models build no mask."""
-    register_function: Callable[[str, object], None] = interface.register  # pyright: ignore[reportAttributeAccessIssue]
-    register_function(NAME, attention)
+def register(interface: type[AttentionInterface]) -> None:
+    """Make the attention function known to transformers under NAME; without a mask function, models build no mask."""
+    interface.register(NAME, attention)

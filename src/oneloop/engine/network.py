@@ -177,13 +177,17 @@ def perturbation(weights: Mapping[str, Tensor], noise: Noise) -> dict[str, Tenso
 def load_module(spec: Model, dtype: torch.dtype, device: torch.device, path: Path | None = None) -> nn.Module:
     """The module of a Model: from its source, or from a checkpoint's folder. Raises ModelError with one line."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     source = str(path) if path else resolve(spec.source)
     try:
         module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
     except (OSError, ValueError) as error:
         raise ModelError(f"{spec.source} does not load: {' '.join(str(error).split())[:300]}") from None
     module.eval()
+    embedding: Any = module.get_input_embeddings()
+    embedding.padding_idx = None  # there is no padding here, and the end token often shares its id
     if spec.blocks is not None:
         truncate(module, spec.blocks)
     return _adapted(module, spec) if spec.adapter is not None else module

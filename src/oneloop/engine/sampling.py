@@ -44,6 +44,7 @@ class Sampler:
 
         Raises:
             FloatingPointError: a row has NaN or +inf, or nothing but -inf.
+
         """
         B, V = logits_BV.shape
         dtype = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
@@ -54,7 +55,7 @@ class Sampler:
             part = slice(start, min(B, start + rows))
             is_one = bool(((temperature_B[part] == 1) | (temperature_B[part] == 0)).all())
             has_greedy = bool((temperature_B[part] == 0).any())
-            drawn.append(self._rows(logits_BV[part].to(dtype), *host[:, part], is_one, has_greedy))
+            drawn.append(self._rows(logits_BV[part].to(dtype), host[0, part], host[1, part], is_one, has_greedy))
         ids, logp, raw_logp, entropy = (torch.cat(column) for column in zip(*drawn, strict=True))
         numbers = torch.stack([logp, raw_logp, entropy]).cpu().numpy()
         if not np.isfinite(numbers).all():
@@ -75,7 +76,7 @@ class Sampler:
             weights, sums = self._exponentials(shifted / divisor[:, None].to(shifted.dtype))
             running = sums.cumsum(-1)
             log_z_tempered = running[:, -1].log()
-        ids = _search(weights, sums, running, uniform)
+        ids = _search(weights, sums, running, uniform).clamp_(max=shifted.shape[1] - 1)  # NaN lands in the padding
         if has_greedy:
             ids = torch.where(temperature == 0, shifted.argmax(-1), ids)
         chosen = shifted.gather(1, ids[:, None])[:, 0].double()
@@ -83,7 +84,7 @@ class Sampler:
         return ids, logp, chosen - log_z, entropy
 
     def _exponentials(self, shifted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return exp(shifted) padded with zeros to whole chunks [rows, chunks * CHUNK], and its chunk sums in float64."""
+        """Return exp(shifted) padded with zeros to whole chunks [rows, chunks * CHUNK], and its chunk sums, float64."""
         rows, V = shifted.shape
         width = -(-V // CHUNK) * CHUNK
         buffer = self._buffer
@@ -115,5 +116,7 @@ def _search(weights: torch.Tensor, sums: torch.Tensor, running: torch.Tensor, un
 
 def _first_over(running: torch.Tensor, target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     over = torch.searchsorted(running, target.contiguous(), right=True)
-    last = torch.searchsorted(running, total.contiguous(), right=False)  # first to reach the total: the last of positive weight
+    last = torch.searchsorted(
+        running, total.contiguous(), right=False
+    )  # first to reach the total: the last of positive weight
     return torch.minimum(over, last).clamp_(max=running.shape[1] - 1)  # NaN sorts past the end

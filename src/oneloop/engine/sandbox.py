@@ -18,26 +18,23 @@ import math
 import os
 import re
 import select
-import shutil
 import signal
-import site
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self
 
 from oneloop.engine import sandbox_worker
+from oneloop.engine.sandbox_root import REMEDY, How, SandboxUnavailable, View, command, spare_uid, visible
 
-How = Literal["bubblewrap", "namespaces"]
 Kind = Literal["value", "raised", "timeout", "memory", "crashed", "bad_reply", "lost"]
 
 START_S = 10.0  # a worker that is not ready by then is given up; ready within 0.15 s on an idle machine
@@ -47,15 +44,6 @@ WATCH_S = 0.05  # how often a running call's memory is added up
 MAX_DEPTH = 32  # nesting of a reply
 MAX_ERROR = 500  # characters of an error line
 TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-REMEDY = (
-    "no sandbox on this machine, so scorers that see model text are refused; install bubblewrap (apt-get install "
-    "bubblewrap) or allow user namespaces (sysctl user.max_user_namespaces=10000, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; Linux 5.14 or later)"
-)
-
-
-class SandboxUnavailable(RuntimeError):  # noqa: N818 - read as a statement about the machine
-    """This machine offers no isolation; the message says what to install or allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +55,14 @@ class Limits:
     wall_s: float = 10.0
     """Time from start to reply, seconds; then everything the call started is killed."""
     memory_bytes: int = 1 << 30
-    """Bytes: /tmp, plus resident memory of all processes together (sampled), plus address space of each (exact)."""
+    """Bytes for /tmp and memory. Without ``tmp_bytes`` the rest bounds the address space of each process (exact) and
+    the resident memory of all together (sampled; pages that processes share count in each)."""
     tmp_bytes: int = 64 << 20
     """Bytes of /tmp, taken out of ``memory_bytes``; emptied after each call."""
     file_bytes: int = 16 << 20
     """Bytes of one file."""
     processes: int = 16
-    """Processes and threads at once."""
+    """Processes and threads at once, the call's own included."""
     open_files: int = 64
     """Descriptors of one process, at most 256."""
     output_bytes: int = 64 << 10
@@ -132,11 +121,16 @@ class Sandbox:
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers = {workers}: must be at least 1")
-        if how not in ("auto", *get_args(How)):
-            raise ValueError(f"how = {how!r}: must be auto, bubblewrap or namespaces")
+        ways: dict[str, tuple[How, ...]] = {
+            "auto": ("bubblewrap", "namespaces"),
+            "bubblewrap": ("bubblewrap",),
+            "namespaces": ("namespaces",),
+        }
+        if how not in ways:
+            raise ValueError(f"how = {how!r}: must be one of {', '.join(ways)}")
         self.limits = limits or Limits()
-        self._ways: tuple[How, ...] = get_args(How) if how == "auto" else (how,)
-        self._view = _view(import_paths)
+        self._ways = ways[how]
+        self._view = visible(import_paths)
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._alive: set[_Worker] = set()
@@ -221,7 +215,8 @@ class Sandbox:
 
     def _start(self) -> _Worker:
         reasons = []
-        for how in [self._proved] if self._proved else self._ways:
+        ways: tuple[How, ...] = (self._proved,) if self._proved else self._ways
+        for how in ways:
             try:
                 worker = _Worker(how, self._view, self.limits)
             except SandboxUnavailable as error:
@@ -264,7 +259,7 @@ os.register_at_fork(after_in_child=lambda: [sandbox._forget() for sandbox in lis
 class _Worker:
     """One sandboxed process as its parent sees it. ``call`` from one thread at a time; ``kill`` from any."""
 
-    def __init__(self, how: How, view: _View, limits: Limits) -> None:
+    def __init__(self, how: How, view: View, limits: Limits) -> None:
         self._modules: set[str] = set()
         self._pidfd: int | None = None
         self._lock = threading.Lock()
@@ -272,8 +267,8 @@ class _Worker:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
             self._process = subprocess.Popen(
-                _command(how, view),
-                stdin=theirs,
+                command(how, view),
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env={"PYTHONHASHSEED": "0"},  # scorers give the same value in every worker; cleared inside
@@ -285,7 +280,7 @@ class _Worker:
             raise SandboxUnavailable(str(error)) from None
         finally:
             theirs.close()
-        uid = _spare_uid(self._process.pid) if os.geteuid() == 0 else os.geteuid()
+        uid = spare_uid(self._process.pid) if os.geteuid() == 0 else os.geteuid()
         binds = view.binds if how == "namespaces" else []
         setup = {"binds": binds, "links": view.links, "paths": view.paths, "uid": uid, "limits": asdict(limits)}
         try:
@@ -297,12 +292,14 @@ class _Worker:
     def _greet(self, setup: dict[str, Any]) -> None:
         """Hand over the set-up; learn the inner process's pid from the kernel, which translates it for us."""
         self.socket.settimeout(START_S)
+        reply, ancillary = b"", []
         try:
             self._send(json.dumps(setup).encode())
             head, ancillary, _, _ = self.socket.recvmsg(4, socket.CMSG_SPACE(struct.calcsize("3i")))
-            reply = self._receive(int.from_bytes(head, "big"), time.monotonic() + START_S) if len(head) == 4 else b""
+            if len(head) == 4:
+                reply = self._receive(int.from_bytes(head, "big"), time.monotonic() + START_S)
         except (OSError, _Stopped):
-            reply = b""
+            reply = b""  # its last words say more
         if reply[:1] != sandbox_worker.VALUE:
             raise SandboxUnavailable(reply[1:].decode(errors="replace") or self._last_words())
         self.pid: int = struct.unpack("3i", ancillary[0][2])[0]
@@ -317,7 +314,9 @@ class _Worker:
 
     def is_alive(self) -> bool:
         """Whether the worker waits for a request: nothing to read, not even an end."""
-        return not select.select([self.socket], [], [], 0)[0]
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return not poll.poll(0)
 
     def call(self, module: str, request: bytes, limits: Limits) -> tuple[Outcome, bool]:
         """Return the outcome, and whether the worker can go on."""
@@ -390,75 +389,6 @@ class _Stopped(Exception):  # noqa: N818 - the end of one call, not a fault
     def __init__(self, kind: Kind, error: str) -> None:
         super().__init__(error)
         self.outcome = Outcome(kind, error=error)
-
-
-# ---------------------------------------------------------------- what is visible inside
-
-
-class _View(NamedTuple):
-    binds: list[tuple[str, str]]  # (source, target), shown read-only
-    links: list[tuple[str, str]]  # (link, what it points to)
-    paths: list[str]  # appended to sys.path inside
-
-
-def _view(import_paths: Sequence[Path]) -> _View:
-    """Choose the little of the file system that Python, oneloop and the import paths need; all else is absent."""
-    package = Path(__file__).resolve().parents[1]
-    extra = [Path(path).absolute() for path in import_paths]
-    for path in extra:
-        if not path.is_dir():
-            raise ValueError(f"import path {path}: no such folder")
-    sites = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
-    sites = [path for path in sites if os.path.isdir(path)]
-    top = [Path("/usr"), *(Path("/") / name for name in ("bin", "sbin", "lib", "lib32", "lib64"))]
-    links = [(str(path), os.readlink(path)) for path in top if path.is_symlink()]
-    binds: dict[str, str] = {}
-    for path in [*top, *_python_paths(), *map(Path, sites), package, *extra]:
-        for target in (str(path), str(path.resolve())):
-            covered = [*binds, *(link for link, _ in links)]
-            if path.exists() and not any(target == known or target.startswith(known + "/") for known in covered):
-                binds[target] = str(path.resolve())
-    return _View([(s, t) for t, s in binds.items()], links, [str(package.parent), *map(str, extra), *sites])
-
-
-def _python_paths() -> Iterator[Path]:
-    yield from map(Path, ("/etc/ld.so.cache", "/etc/alternatives", "/nix/store", "/gnu/store"))
-    for device in ("null", "zero", "full", "random", "urandom"):
-        yield Path("/dev", device)
-    for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix):
-        for name in ("bin", "lib", "lib64", "pyvenv.cfg"):
-            yield Path(prefix, name)
-
-
-def _command(how: How, view: _View) -> list[str]:
-    python = [sys.executable, "-s", "-S", "-P", str(Path(sandbox_worker.__file__).resolve())]
-    if how == "namespaces":
-        return python
-    program = shutil.which("bwrap")
-    if program is None:
-        raise SandboxUnavailable("bwrap is not on PATH")
-    options = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if os.geteuid() != 0:
-        options += ["--unshare-user"]
-    for name in ("SYS_ADMIN", "SETUID", "SETGID"):  # until /tmp is mounted and the user changed
-        options += ["--cap-add", f"CAP_{name}"]
-    made = {"/"}
-    for source, target in view.binds:
-        for folder in reversed(Path(target).parents):  # else bwrap makes them with mode 700
-            options += [] if str(folder) in made else ["--dir", str(folder)]
-            made.add(str(folder))
-        options += ["--dev-bind" if target.startswith("/dev/") else "--ro-bind", source, target]
-    for link, points_to in view.links:
-        options += ["--symlink", points_to, link]
-    options += ["--dir", "/tmp", "--remount-ro", "/", "--as-pid-1", "--die-with-parent", "--new-session"]
-    return [program, *options, "--", *python]
-
-
-def _spare_uid(pid: int) -> int:
-    """Return a user id that nobody else has, in the upper half of the largest range mapped here."""
-    ranges = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    start, _, count = max(ranges, key=lambda entry: entry[2])
-    return start + count - 2 - pid % max(1, count // 2)
 
 
 # ---------------------------------------------------------------- what comes back

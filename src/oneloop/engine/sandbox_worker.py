@@ -103,8 +103,12 @@ def _prctl(option: int, value: int, pointer: Any = 0) -> None:
 # ---------------------------------------------------------------- shutting in
 
 
-def enter_namespaces(setup: dict[str, Any]) -> None:
-    """Return in pid 1 of fresh namespaces with the small read-only root; the calling process stays as its parent."""
+def enter_namespaces(setup: dict[str, Any]) -> int:
+    """Return in pid 1 of fresh namespaces with the small read-only root; the calling process stays as its parent.
+
+    Returns: how many processes of the same user stay outside (their count is part of the limit on processes).
+    """
+    outside = 0
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         if os.geteuid() != 0:
@@ -115,7 +119,7 @@ def enter_namespaces(setup: dict[str, Any]) -> None:
             _change_user(setup["uid"])
             _prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self belongs to root and the maps cannot be written
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user cleared it
-        uid, gid = os.geteuid(), os.getegid()
+        uid, gid, outside = os.geteuid(), os.getegid(), 1
         _system("unshare", CLONE_NEWUSER | NAMESPACES)
         for name, text in ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"):
             with open(f"/proc/self/{name}", "w") as file:
@@ -128,6 +132,7 @@ def enter_namespaces(setup: dict[str, Any]) -> None:
         os.close(0)
         os.waitpid(inner, 0)
         os._exit(0)
+    return outside
 
 
 def _build_root(binds: list[list[str]], links: list[list[str]]) -> None:
@@ -290,21 +295,22 @@ def _sweep(child: int) -> int:
 
 
 def _verdict(data: bytes, status: int, is_late: bool, limits: dict[str, Any]) -> bytes:
-    if is_late:
-        return TIMEOUT + f"timed out after {limits['wall_s']:g} s".encode()
-    if len(data) > limits["output_bytes"] + 5:
-        return BAD_REPLY + f"reply was longer than {limits['output_bytes']} bytes".encode()
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number == signal.SIGXCPU:
-            return TIMEOUT + f"timed out after {limits['cpu_s']:g} s of CPU time".encode()
-        return CRASHED + f"crashed: signal {number}".encode()
-    if not data or status:
-        return CRASHED + f"crashed: exit status {os.WEXITSTATUS(status)} and {len(data)} bytes of reply".encode()
     count = int.from_bytes(data[:4], "big")
-    if len(data) != count + 4 or data[4:5] not in (VALUE, RAISED, MEMORY):
-        return BAD_REPLY + f"reply of {len(data) - 4} bytes was announced as {count}".encode()
-    return data[4:]
+    if is_late:
+        reply = TIMEOUT + f"timed out after {limits['wall_s']:g} s".encode()
+    elif len(data) > limits["output_bytes"] + 5:
+        reply = BAD_REPLY + f"reply was longer than {limits['output_bytes']} bytes".encode()
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        reply = TIMEOUT + f"timed out after {limits['cpu_s']:g} s of CPU time".encode()
+    elif os.WIFSIGNALED(status):
+        reply = CRASHED + f"crashed: signal {os.WTERMSIG(status)}".encode()
+    elif not data or status:
+        reply = CRASHED + f"crashed: exit status {os.WEXITSTATUS(status)}, {len(data)} bytes of reply".encode()
+    elif len(data) != count + 4 or data[4:5] not in (VALUE, RAISED, MEMORY):
+        reply = BAD_REPLY + f"reply of {len(data) - 4} bytes was announced as {count}".encode()
+    else:
+        reply = data[4:]
+    return reply
 
 
 def _clean_tmp(kept: list[str]) -> bool:
@@ -342,7 +348,7 @@ def _set_limits(limits: dict[str, Any]) -> None:
     for name, soft, hard in (
         ("CPU", cpu, cpu + 1),  # a process that ignores the first signal is killed a second later
         ("AS", room, room),
-        ("NPROC", limits["processes"] + 2, limits["processes"] + 2),  # this process's parent and grandparent count too
+        ("NPROC", limits["processes"], limits["processes"]),
         ("FSIZE", limits["file_bytes"], limits["file_bytes"]),
         ("NOFILE", limits["open_files"], limits["open_files"]),
         ("CORE", 1, 1),  # 0 would still start a core handler that is a pipe; 1 refuses both
@@ -392,10 +398,11 @@ def main() -> None:
     setup = json.loads(receive(control))
     os.environ.clear()
     try:
-        if setup["binds"]:
-            enter_namespaces(setup)
+        outside = enter_namespaces(setup) if setup["binds"] else 0
         uid, gid = (setup["uid"],) * 2 if os.geteuid() == 0 else (os.geteuid(), os.getegid())
-        setup["limits"]["kept"] = mount_tmp(uid, gid, setup["limits"]["tmp_bytes"])
+        limits = setup["limits"]
+        limits["kept"] = mount_tmp(uid, gid, limits["tmp_bytes"])
+        limits["processes"] += outside + 1  # this one
         _system("sethostname", "sandbox", ctypes.c_size_t(7))
         os.chdir("/tmp")
         give_up_privileges(setup)
@@ -420,7 +427,7 @@ def main() -> None:
         except (EOFError, ConnectionError):
             os._exit(0)
         is_import = "import" in request
-        send(control, load(request["import"]) if is_import else one_call(control, request, setup["limits"]))
+        send(control, load(request["import"]) if is_import else one_call(control, request, limits))
 
 
 if __name__ == "__main__":
