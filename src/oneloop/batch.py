@@ -34,13 +34,18 @@ def _turn_columns(turn: Turn) -> dict[str, Array]:
     for name in RECORDED:
         column = np.full(o + n, np.nan)
         if name in turn.recorded:
+            if len(turn.recorded[name]) != n:
+                raise ValueError(f"a turn recorded {len(turn.recorded[name])} {name} for {n} response tokens")
             column[o:] = turn.recorded[name]
         out[f"sampled.{name}"] = np.where(version >= 0, column, np.nan)
     return out
 
 
 def pack(rows: Sequence[Rollout], step: int) -> Batch:
-    """The rows of a step as one flat Batch. A row whose score is an error feeds no stream; its reason is the error."""
+    """The rows of a step as one flat Batch. A row whose score is an error feeds no stream; its reason is the error.
+
+    Raises ValueError on a row without tokens: where every row has one, a column over R cannot be taken for one over N.
+    """
     parts, row, turn, position = [], [], [], []
     for r, rollout in enumerate(rows):
         for k, t in enumerate(rollout.turns):
@@ -49,6 +54,8 @@ def pack(rows: Sequence[Rollout], step: int) -> Batch:
             row.append(np.full(n, r))
             turn.append(np.full(n, k))
             position.append(np.arange(-t.observed, n - t.observed))
+        if not any(len(t.response) + t.observed for t in rollout.turns):
+            raise ValueError(f"row {rollout.id} has no tokens: count it as an error or leave it out")
     if not parts:
         raise ValueError("a batch needs at least one row with a turn")
     row_N, turn_N, position_N = (np.concatenate(x) for x in (row, turn, position))
@@ -57,16 +64,16 @@ def pack(rows: Sequence[Rollout], step: int) -> Batch:
     value = [r.score.value if r.score and not r.score.error and r.score.value is not None else np.nan for r in rows]
     origin_R = np.array([r.origin for r in rows])
     origin_N, good_N = origin_R[row_N], ~failed[row_N]
-    response, sampled, ours = position_N >= 0, c["version"] >= 0, (origin_N == "policy") & good_N
-    masks = {
+    response, sampled, ours = (position_N >= 0) & good_N, (c["version"] >= 0) & good_N, (origin_N == "policy") & good_N
+    masks = {  # a term may read a mask as its stream: failed rows are in none
         "response": response,
         "sampled": sampled,
         "given": response & ~sampled,
-        "observation": ~response & ours,
+        "observation": (position_N < 0) & ours,
         "turn_start": (position_N == 0) & ours,
     }
     streams = {
-        str(o): 1.0 * ((origin_N == o) & good_N & response & (sampled | (o != "policy")))
+        str(o): 1.0 * ((origin_N == o) & response & (sampled | (o != "policy")))
         for o in sorted({"policy", *origin_R.tolist()})
     }
     columns: dict[Need | str, Array] = {k: v for k, v in c.items() if k not in ("ids", "cut")}
@@ -108,8 +115,8 @@ def cut(batch: Batch, rows: Sequence[int]) -> Batch:
     back[row] = np.arange(len(row))
 
     def sliced(columns: Mapping) -> dict:
-        # An R-column and an N-column cannot be told apart when R = N (one token a row): then rows and tokens are
-        # the same order and the same slice.
+        # An R-column and an N-column cannot be told apart when R = N. Since no row is empty (pack), every row then has
+        # one token, and both are the same slice.
         return {k: v[token] if len(v) == N else v[row] for k, v in columns.items()}
 
     return replace(

@@ -17,11 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oneloop.data import Request, Rollout, Score
+from oneloop.ops import one_line
 from oneloop.state import rng
 
 
 class TooManyErrors(RuntimeError):
     """Most rollouts of a step failed: going on would learn from what is left of it."""
+
+
+class OtherRequests(ValueError):
+    """A log that answers other requests than the run asks now."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,14 @@ async def collect(run: Any, requests: Sequence[Request], fresh: Collected) -> Co
         found = await asyncio.gather(*(_request(run, q, fresh.rounds) for q in requests))
         rows = tuple(r for rows, _ in found for r in rows)
         errors = tuple(e for _, errors in found for e in errors)
-        run.log.write(step, fresh.rounds, rows, errors)
     else:
         rows, errors = logged
         _same_requests(requests, rows, errors, step)
     seconds = fresh.seconds + time.perf_counter() - begin
     out = Collected(fresh.rows + rows, fresh.errors + errors, fresh.rounds + 1, seconds, logged is not None)
     _alarm(out, run.recipe.max_errors)
+    if logged is None:  # after the alarm: a resumed run must be able to score again what failed
+        run.log.write(step, fresh.rounds, rows, errors)
     return out
 
 
@@ -62,7 +68,7 @@ async def _request(run: Any, request: Request, round_: int) -> tuple[list[Rollou
     try:
         rows = await rolling(request, sampler, run.environment, s["rolling"], draws)
     except Exception as error:
-        return [], [(request.prompt.task, describe(error))] * request.count
+        return [], [(request.prompt.task, one_line(error))] * request.count
     empty = [(r.prompt.task, r.score.error if r.score else "no tokens") for r in rows if not tokens(r)]
     rows = [r for r in rows if tokens(r)]
     waiting = [i for i, r in enumerate(rows) if r.score is None]
@@ -78,7 +84,7 @@ async def _score(run: Any, rows: Sequence[Rollout], group: Sequence[int]) -> lis
     try:
         said = await run.mechanisms["reward"]([rows[i] for i in group], run.state.mechanisms["reward"])
     except Exception as error:
-        said = [Score(error=describe(error))] * len(group)
+        said = [Score(error=one_line(error))] * len(group)
     if len(said) != len(group):
         said = [Score(error=f"the reward gave {len(said)} scores for {len(group)} rollouts")] * len(group)
     return [_checked(s) for s in said]
@@ -88,7 +94,7 @@ def _checked(score: Score) -> Score:
     """A score that is a finite number or an error, and nothing else."""
     value = score.value
     if score.error:
-        return replace(score, value=None)
+        return replace(score, value=None, error=" ".join(score.error.split())[:500])
     if value is None or value != value or value in (float("inf"), float("-inf")):
         return Score(error=f"the reward gave {value}: it must be a finite number")
     return score
@@ -99,16 +105,11 @@ def tokens(rollout: Rollout) -> int:
     return sum(len(t.response) for t in rollout.turns)
 
 
-def describe(error: BaseException) -> str:
-    """An exception as one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-
-
 def _same_requests(requests: Sequence[Request], rows: Sequence[Rollout], errors: Sequence[Any], step: int) -> None:
-    """Raises ValueError where a log belongs to other requests than the ones asked now."""
+    """Raises OtherRequests where a log belongs to other requests than the ones asked now."""
     asked, groups = {q.id for q in requests}, {r.group for r in rows}
     if not groups <= asked or len(rows) + len(errors) != sum(q.count for q in requests):
-        raise ValueError(
+        raise OtherRequests(
             f"the log of step {step} answers other requests: it was written by another recipe, seed or version. "
             "Start a new run, or resume with the versions in run.json"
         )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from oneloop.batch import pack, with_views, write
+from oneloop.batch import cut, pack, with_views, write
 from oneloop.collect import Collected, collect
 from oneloop.data import Batch, Need, Rollout
 from oneloop.metrics import Meter, group_count, summary
@@ -59,6 +59,7 @@ async def step(run: Run) -> dict[str, float]:
     while batch is None or (await_more(recipe, batch) and fresh.rounds < recipe.max_rounds):
         batch, fresh = await assemble(run, fresh, before)
     meter.add("collect", summary(fresh, batch))
+    meter.add("time", {"collect": (fresh.seconds, 1.0)})
     objectives = prepare(run, batch)
     for name, objective in objectives.items():  # 7, 8, 9
         for update in range(recipe.learners[name].epochs):
@@ -122,14 +123,12 @@ def prepare(run: Run, batch: Batch) -> dict[str, list[Sum]]:
 
 def minibatches(run: Run, name: str, learner: Learner, batch: Batch) -> list[Batch]:
     """The batch, or its groups dealt at random into `minibatches` parts."""
-    from oneloop.batch import cut
-
     if learner.minibatches == 1:
         return [batch]
     groups = np.unique(batch.group_R)
     deal = rng(run, "minibatches", name).permutation(len(groups)) % learner.minibatches
     part_R = deal[np.searchsorted(groups, batch.group_R)]
-    return [cut(batch, np.flatnonzero(part_R == i)) for i in range(learner.minibatches) if (part_R == i).any()]
+    return [cut(batch, np.flatnonzero(part_R == i).tolist()) for i in range(learner.minibatches) if (part_R == i).any()]
 
 
 def learn(run: Run, name: str, objectives: list[Sum], epoch: int, meter: Meter) -> None:
@@ -143,7 +142,7 @@ def learn(run: Run, name: str, objectives: list[Sum], epoch: int, meter: Meter) 
         weights, measure = engine.weights(learner.model), engine.measure(learner.model, objective.batch)
         weights, s[f"optimiser.{name}"], moved = optimiser(weights, direction, s[f"optimiser.{name}"], measure)
         engine.install(learner.model, weights)
-        meter.add(name, m if epoch or i else {**m, **{f"first/{k}": v for k, v in m.items()}})
+        meter.add(name, m, first=not (epoch or i))
         meter.add(name, moved)
 
 

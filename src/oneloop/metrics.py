@@ -53,8 +53,8 @@ def summary(fresh: Collected, batch: Batch) -> Metrics:
     score_R = batch.columns["score"]
     good_R = ours_R & ~np.isnan(score_R)
     failed = len(fresh.errors) + sum(bool(r.score and r.score.error) for r in fresh.rows)
-    length_R = rows_sum(batch, 1.0 * batch.masks["sampled"])
-    sampled_N = batch.masks["sampled"] & ours_R[batch.row_N]
+    sampled_N = (batch.columns["version"] >= 0) & ours_R[batch.row_N]  # failed rows too
+    length_R = rows_sum(batch, 1.0 * sampled_N)
     last = [r.turns[-1].finish for r in fresh.rows]
     live = weight(batch, "policy") > 0
     varying = [np.ptp(score_R[good_R & (batch.group_R == g)]) > 0 for g in np.unique(batch.group_R[good_R])]
@@ -72,7 +72,7 @@ def summary(fresh: Collected, batch: Batch) -> Metrics:
     for name in sorted({p for r in fresh.rows if r.score for p in r.score.parts}):
         values = [r.score.parts[name] for r in fresh.rows if r.score and name in r.score.parts]
         out[f"part.{name}"] = (float(sum(values)), float(len(values)))
-    return out | by_task(fresh)
+    return {**out, **by_task(fresh)}
 
 
 def by_task(fresh: Collected) -> Mapping[str, tuple[float, float]]:

@@ -62,6 +62,11 @@ def entropy(logits_CV: Array) -> Array:
     return -xp.sum(xp.exp(lp_CV) * lp_CV, axis=-1)
 
 
+def one_line(error: BaseException) -> str:
+    """An exception as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
 def mean_metric(x_N: Array, on_N: Array) -> tuple[float, float]:
     """(sum, count) of x over the tokens where `on`."""
     chosen = x_N.detach()[on_N] if hasattr(x_N, "detach") else x_N[on_N]

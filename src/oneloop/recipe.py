@@ -46,6 +46,7 @@ class Evaluate:
     every: int = setting(0, low=0, high=10**9, unit="steps")
     problems: int = setting(256, low=1, high=10**7)
     max_tokens: int = setting(256, low=1, high=10**7, unit="tokens")
+    __post_init__ = Mechanism.__post_init__
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,23 @@ from oneloop.evaluation.accuracy import Measured, measure
 from oneloop.find import UnknownName
 from oneloop.loop import Run, step
 from oneloop.recipe import Recipe, RecipeError, diff, override, plain
-from oneloop.recipes import load_recipe
+from oneloop.recipes import fingerprint, load_recipe, whole_name
 from oneloop.stages import Resources
 from oneloop.state import State, write_file
-from oneloop.tracking.run_directory import RunDirectory, RunError
+from oneloop.tracking import alarms
+from oneloop.tracking.run_directory import RunDirectory, RunError, damaged, surroundings
 
 Report = Callable[[int, Mapping[str, float]], None]
 
 
 @dataclass
 class Session:
-    """Everything a training process holds. `close` lets go of it."""
+    """Everything a training process holds. `close` lets go of it.
+
+    is_reporting: whether the run is to end with a before/after table and a picture.
+    later: metrics, by step, that an interrupted life measured and this one measures again. notes: what a reader should know.
+    clock, began, spent, save_cost: seconds; when training began, how long it has saved since, what one save takes.
+    """
 
     recipe: Recipe
     folder: RunDirectory
@@ -34,9 +42,14 @@ class Session:
     sandbox: Any
     test: Sequence[Prompt]
     later: dict[int, dict[str, Any]] = field(default_factory=dict)
-    saved_at: float = field(default_factory=time.monotonic)
+    history: list[Mapping[str, float]] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    is_reporting: bool = False
+    clock: Callable[[], float] = time.monotonic
+    began: float = field(default_factory=time.monotonic)
+    spent: float = 0.0
     save_cost: float | None = None
-    is_stopping: bool = False
+    stopped_by: int = 0
 
     def close(self) -> None:
         """Sandbox and folder."""
@@ -44,50 +57,101 @@ class Session:
         self.folder.close()
 
 
-def start(name: str, changes: Sequence[str], out: Path) -> Session:
-    """A new run of a recipe with changes. Everything that can be refused is refused before weights load."""
+class Interrupted(KeyboardInterrupt):
+    """Stopped at once by a signal, whose number it carries."""
+
+    def __init__(self, signum: int) -> None:
+        """signum: SIGINT or SIGTERM."""
+        super().__init__(signum)
+        self.signum = signum
+
+
+def start(name: str, changes: Sequence[str], out: Path, *, report: bool = False) -> Session:
+    """A new run of a recipe with changes. Everything that can be refused is refused before weights load, and leaves no trace.
+
+    report: whether it measures the held-out problems before and after, and ends with a table and a picture.
+    """
     recipe = checked(name, changes)
     folder = RunDirectory(out)
+    session = None
     try:
-        base = load_recipe(name)
+        folder.refuse_second()
         asked = {
-            "recipe": name,
+            "recipe": whole_name(name),
+            "file": fingerprint(name),
             "changes": list(changes),
             "seed": recipe.seed,
-            "differs": [{"path": p, "from": a, "to": b} for p, a, b in diff(base, recipe)],
+            "report": report,
+            "differs": [{"path": p, "from": a, "to": b} for p, a, b in diff(load_recipe(name), recipe)],
             "resolved": plain(recipe),
         }
-        if (folder.folder / "run.json").exists():
-            folder.begin(asked)  # refuses
         session = _open(recipe, folder, None)
         folder.begin({**asked, "digests": dict(session.run.engine.digests)})
+        session.is_reporting = report
     except BaseException:
-        folder.close()
+        if session is not None:
+            session.sandbox.close()
+        folder.abandon()
         raise
     return session
 
 
 def resume(out: Path) -> Session:
-    """A run gone on with: its newest checkpoint, then its log. Raises RunError where recipe or start weights have changed."""
+    """A run gone on with: its newest checkpoint, then its log. Raises RunError where recipe or start weights have changed.
+
+    At lag 0 it comes out bit for bit as if it had not been stopped, on the same machine and versions. At lag > 0 the weights
+    before the checkpoint's are gone: rollouts that are not in the log and would have been sampled by those are sampled by the
+    checkpoint's (State.first_version).
+    """
     if not (out / "run.json").exists():
         raise RunError(f"{out} holds no run to resume: it has no run.json")
-    folder = RunDirectory(out)
+    folder = RunDirectory(out, is_new=False)
+    session = None
     try:
         asked = folder.asked()
-        recipe = checked(asked["recipe"], asked["changes"])
-        now, then = json.loads(json.dumps(plain(recipe))), asked["resolved"]
-        if changed := diff(then, now):
-            path, old, new = changed[0]
-            raise RunError(f"recipe {asked['recipe']} is not what this run began with: {path} was {old}, is {new}")
+        recipe = _same_recipe(asked)
         found = folder.newest()
-        session = _open(recipe, folder, found)
+        folder.log.check(found[0].step if found else 0)
+        try:
+            session = _open(recipe, folder, found)
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError" or found is None:
+                raise
+            raise damaged(found[1].parent, error) from None
         if found is None and dict(session.run.engine.digests) != asked["digests"]:
             raise RunError(f"the start weights of {out} have changed: the model it began with is needed to go on")
         session.later = folder.rewind(session.run.state.step)
+        session.history = list(folder.measured())
+        session.notes, session.is_reporting = _other_versions(asked), bool(asked.get("report"))
     except BaseException:
+        if session is not None:
+            session.sandbox.close()
         folder.close()
         raise
     return session
+
+
+def _same_recipe(asked: Mapping[str, Any]) -> Recipe:
+    """The recipe that run.json asks for. Raises RunError where it is another one today."""
+    name = asked["recipe"]
+    recipe = checked(name, asked["changes"])
+    now, then = json.loads(json.dumps(plain(recipe))), asked["resolved"]
+    other = "put it back as it was, or start a new run"
+    if changed := diff(then, now):
+        path, old, new = changed[0]
+        raise RunError(f"recipe {name} is not what this run began with: {path} was {old}, is {new}: {other}")
+    if fingerprint(name) != asked.get("file"):
+        raise RunError(f"recipe file {name} is not what this run began with (its sha256 differs): {other}")
+    return recipe
+
+
+def _other_versions(asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line for each package that is not the version the run began with."""
+    now = surroundings()
+    then = {"oneloop": asked.get("oneloop"), **asked.get("packages", {})}
+    new = {"oneloop": now["oneloop"], **now["packages"]}
+    found = [f"{p} {v} (began with {then[p]})" for p, v in new.items() if p in then and then[p] != v]
+    return (f"not bit for bit what it would have been: {', '.join(found)}",) if found else ()
 
 
 def checked(name: str, changes: Sequence[str]) -> Recipe:
@@ -142,7 +206,8 @@ async def evaluate(session: Session) -> Measured:
 async def train(session: Session, report: Report = lambda step, metrics: None) -> bool:
     """Steps until the recipe's end; True if it got there, False if asked to stop. Saved either way."""
     run, recipe, folder = session.run, session.recipe, session.folder
-    while run.state.step < recipe.steps and not session.is_stopping:
+    session.began = session.clock()
+    while run.state.step < recipe.steps and not session.stopped_by:
         now, begin, sampled = run.state.step, time.perf_counter(), run.engine.service.sampled_tokens
         metrics = await step(run)
         seconds = time.perf_counter() - begin
@@ -150,6 +215,8 @@ async def train(session: Session, report: Report = lambda step, metrics: None) -
         if every := recipe.evaluate.every:
             if run.state.step % every == 0:
                 metrics |= await _validate(session)
+        metrics |= alarms.check(metrics, session.history)
+        session.history.append(metrics)
         folder.measure(now, metrics)
         report(now, metrics)
         _differs(session.later.pop(now, None), metrics, now, report)
@@ -165,23 +232,26 @@ async def _validate(session: Session) -> dict[str, float]:
 
 
 def is_due(session: Session) -> bool:
-    """Whether saving now keeps its share of the time within the recipe's save_share; its cost is measured, first guessed."""
+    """Whether one more save keeps saving within the recipe's save_share of all time since training began.
+
+    What a save costs is measured on the last one, and guessed before the first; a guess that was too low is paid back.
+    """
     cost = session.save_cost if session.save_cost is not None else guess_cost(session)
-    return (time.monotonic() - session.saved_at) * session.recipe.save_share >= cost
+    return (session.clock() - session.began) * session.recipe.save_share >= session.spent + cost
 
 
 def guess_cost(session: Session) -> float:
-    """Seconds to write masters, moments and weights at 200 MB/s, before the first save has been timed."""
+    """Seconds to write masters, moments and weights at 200 MB/s, and half of one for the small files and flushing."""
     numbers = sum(w.numel() for net in session.run.engine.networks.values() for w in net.masters.values())
-    return numbers * 14 / 200e6
+    return 0.5 + numbers * 14 / 200e6
 
 
 def save(session: Session) -> Path:
     """A checkpoint of the next step."""
-    begin = time.monotonic()
+    begin = session.clock()
     path = session.folder.save(session.run.state, session.run.engine)
-    session.saved_at = time.monotonic()
-    session.save_cost = session.saved_at - begin
+    session.save_cost = session.clock() - begin
+    session.spent += session.save_cost
     return path
 
 
@@ -196,23 +266,41 @@ def _differs(old: Mapping[str, Any] | None, new: Mapping[str, float], now: int, 
 
 
 def run_to_end(session: Session, report: Report) -> bool:
-    """`train` with Ctrl-C: the first finishes the step and saves, the second stops at once; nothing logged is lost."""
+    """`train` under signals. Ctrl-C or SIGTERM finishes the step and saves, a second one stops at once; nothing logged is lost."""
 
-    def stop(*_: object) -> None:
-        if session.is_stopping:
-            raise KeyboardInterrupt
-        session.is_stopping = True
-        print(f"\nfinishing step {session.run.state.step}, then saving; Ctrl-C again stops at once", flush=True)
+    def stop(signum: int, _: object) -> None:
+        if session.stopped_by:
+            raise Interrupted(signum)
+        session.stopped_by = signum
+        said = f"\nfinishing step {session.run.state.step}, then saving; Ctrl-C again stops at once\n"
+        os.write(2, said.encode())  # print may be at work when the signal comes
 
-    before = signal.signal(signal.SIGINT, stop)
-    try:
+    with on_signals(stop):
         return asyncio.run(train(session, report))
+
+
+def interrupt(signum: int, _: object) -> None:
+    """A signal handler that stops at once."""
+    raise Interrupted(signum)
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, Any], None] = interrupt) -> Iterator[None]:
+    """SIGINT and SIGTERM call `handler` here; before and after, what they called before."""
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for s, old in before.items():
+            signal.signal(s, old)
 
 
-def record(session: Session, name: str, measured: Measured) -> dict[str, Any]:
-    """A measurement kept with the run, with every answer; returns its summary."""
-    body = measured.plain()
-    write_file(session.folder.folder / f"{name}.json", json.dumps(body, indent=1).encode())
-    return body["summary"]
+def measured(session: Session, name: str) -> Measured:
+    """The measurement kept with the run as `name`; where there is none yet, one by the weights as they stand."""
+    path = session.folder.folder / f"{name}.json"
+    if path.exists():
+        body = json.loads(path.read_text())
+        return Measured(**{k: tuple(v) for k, v in body.items() if k != "summary"})
+    found = asyncio.run(evaluate(session))
+    write_file(path, json.dumps(found.plain(), indent=1).encode())
+    return found

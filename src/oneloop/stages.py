@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from oneloop.data import Array, Batch, Ids, Map, Need, Noise, Prompt, Request, Rollout, Score, State, Turn
 
 Rng: TypeAlias = Any  # numpy.random.Generator, named by (seed, step, stage, item)
+KINDS = {"int": int, "float": int | float, "bool": bool, "str": str}  # what a setting of this type may hold
 Metrics: TypeAlias = Mapping[str, tuple[float, float]]  # name -> (sum, count): every metric carries its own denominator
 
 
@@ -42,6 +43,9 @@ class Mechanism(Protocol):
             value, m, where = getattr(self, f.name), f.metadata, f"{type(self).__name__}.{f.name}"
             if m.get("one_of") and value not in m["one_of"]:
                 raise ValueError(f"{where} = {value!r}: one of {', '.join(map(repr, m['one_of']))}")
+            kind = KINDS.get(str(f.type), object) if "low" in m else object
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+                raise ValueError(f"{where} = {value!r}: {f.type} is wanted")
             if "low" in m and isinstance(value, int | float) and not m["low"] <= value <= m["high"]:
                 raise ValueError(f"{where} = {value!r}: between {m['low']:g} and {m['high']:g}")
 
@@ -240,9 +244,10 @@ class By:
     It counts tokens, it does not sum weights: doubling a stream doubles its term. `fixed` divides the sum by length x rollouts.
     """
 
-    unit: Literal["token", "rollout", "group", "fixed"] = "token"
-    over: Literal["own", "all"] = "own"
-    length: int = 1
+    unit: Literal["token", "rollout", "group", "fixed"] = setting("token", one_of=("token", "rollout", "group", "fixed"))
+    over: Literal["own", "all"] = setting("own", one_of=("own", "all"))
+    length: int = setting(1, low=1, high=10**9, unit="tokens")
+    __post_init__ = Mechanism.__post_init__
 
 
 @dataclass(frozen=True)

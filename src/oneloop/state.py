@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -146,29 +147,63 @@ def flush(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A small file, whole or not at all: written beside, flushed, renamed."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
-    flush(path.parent)
+    """A small file, whole or not at all: written beside, flushed, renamed. Raises OSError that names it; leaves no part behind."""
+    part = part_of(path)
+    with naming(path):
+        try:
+            with open(part, "wb") as f:
+                f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        flush(path.parent)
+
+
+def part_of(path: Path) -> Path:
+    """Where something is written before it has its name; nothing reads such a place, and an opened run sweeps it away."""
+    return path.with_name(f".{path.name}.part")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the file system name the path they are about; safetensors' own error becomes the OSError it stands for."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    except Exception as error:
+        said = re.search(r"os error (\d+)", str(error))
+        if type(error).__name__ != "SafetensorError" or not said:
+            raise
+        raise OSError(int(said[1]), os.strerror(int(said[1])), str(path)) from None
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder that appears under its name only when everything in it is on the disk. What failed half-way is removed."""
-    part = path.with_name(f".{path.name}.part")
+    part = part_of(path)
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        for file in sorted(part.rglob("*")):
-            flush(file)
-        flush(part)
-        os.rename(part, path)
+    with naming(path):
+        try:
+            part.mkdir(parents=True)
+            yield part
+            for file in sorted(part.rglob("*")):
+                flush(file)
+            flush(part)
+            os.rename(part, path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         flush(path.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+
+
+def remove_folder(path: Path) -> None:
+    """The opposite of whole_folder: the name goes first, so that nobody finds a folder with half of its files."""
+    part = part_of(path)
+    shutil.rmtree(part, ignore_errors=True)
+    os.rename(path, part)
+    shutil.rmtree(part)

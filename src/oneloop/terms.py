@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from oneloop.data import Array, Batch, Need
 from oneloop.ops import rows_sum, weight
 from oneloop.stages import By, Learner, Metrics, Term
 
-COUPLES = ("token", "rollout", "group", "batch")
+Couples: TypeAlias = Literal["token", "rollout", "group", "batch"]
+COUPLES: tuple[Couples, ...] = ("token", "rollout", "group", "batch")
 
 
 def token_weights(batch: Batch, stream_N: Array, by: By, alive_N: Array) -> Array:
@@ -76,9 +77,8 @@ class Sum:
         self.batch = replace(batch, columns=columns)
         self.needs = [n for job in self.jobs for n in sorted(job.term.loss.needs, key=str) if isinstance(n, Need)]
         self.live = frozenset(n for n in self.needs if n.is_live)
-        self.couples: Literal["token", "rollout", "group", "batch"] = max(
-            (job.term.loss.couples for job in self.jobs), key=COUPLES.index, default="token"
-        )
+        self.couples: Couples = max(  # pyright: ignore[reportAttributeAccessIssue]
+            (job.term.loss.couples for job in self.jobs), key=COUPLES.index, default="token")
 
     def on(self, part: Batch) -> Array:
         """Tokens some term reads (bool, N)."""
@@ -88,7 +88,7 @@ class Sum:
         return out
 
     def __call__(self, part: Batch, live: Mapping[Need, Array]) -> tuple[Array, Metrics]:
-        """The loss of a part and its metrics; live columns are NaN where nobody asked, so they are gathered, never multiplied."""
+        """The loss of a part and its metrics; live columns are NaN where nobody asked: gathered, never multiplied."""
         total, metrics = 0.0, {}
         for job in self.jobs:
             on_N = part.columns[f"on.{job.index}"] != 0

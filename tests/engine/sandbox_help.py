@@ -13,18 +13,27 @@ import pytest
 
 # A holder of a pool that is killed while a forked copy of it lives on.
 ORPHANS = """
-import os, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 from oneloop.engine.sandbox import Sandbox
-sandbox = Sandbox(import_paths=[Path(sys.argv[1])])
+sandbox = Sandbox(how=sys.argv[1], import_paths=[Path(sys.argv[2])])
 assert sandbox.submit("attacks:echo", 1).result().value == 1
-copy = os.fork()  # a copy of the holder that lives on
-if copy == 0:
-    time.sleep(20)
-    os._exit(0)
 (worker,) = sandbox._alive
-sandbox.submit("attacks:sleep", 30, 1)
-print(worker.pid, worker._process.pid, copy, flush=True)
+leak = subprocess.Popen(["sleep", "20"], pass_fds=[worker.socket.fileno()], stdout=subprocess.DEVNULL)
+copy = os.fork()
+if copy == 0:
+    try:
+        sandbox.submit("attacks:echo", 1)
+    except RuntimeError:
+        sandbox.close()
+        time.sleep(20)
+    os._exit(0)
+assert sandbox.submit("attacks:echo", 1).result().value == 1
+if sys.argv[3] == "busy":
+    sandbox.submit("attacks:sleep", 30, 1)
+    while not Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text():
+        time.sleep(0.01)
+print(worker.pid, worker._process.pid, copy, leak.pid, flush=True)
 time.sleep(20)
 """
 

@@ -36,9 +36,8 @@ def attacks(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["namespaces", "bubblewrap"])
 def how(request):
-    found = available(request.param)
-    if found.how is None:
-        pytest.skip(found.reason)
+    if available(request.param).how is None:
+        pytest.skip(available(request.param).reason)
     return request.param
 
 
@@ -86,8 +85,7 @@ def test_a_value_comes_back_as_it_is(box):
 
 
 def test_imports_from_the_package_itself(box):
-    outcome = box.submit("oneloop.engine.sandbox:_one_line", "a\nb").result()
-    assert outcome == Outcome("value", value="a b")
+    assert box.submit("oneloop.engine.sandbox:_one_line", "a\nb").result() == Outcome("value", value="a b")
 
 
 def test_write_outside(box, attacks, tmp_path):
@@ -212,8 +210,7 @@ def test_signal_the_parent(box):
 
 def test_bare_signals_do_reach(attacks):
     with subprocess.Popen(["sleep", "60"]) as victim:
-        code = f"import os; os.kill({victim.pid}, 9)"
-        subprocess.run([sys.executable, "-c", code], check=True)
+        subprocess.run([sys.executable, "-c", f"import os; os.kill({victim.pid}, 9)"], check=True)
         assert victim.wait() == -signal.SIGKILL
 
 
@@ -382,14 +379,17 @@ def test_close_leaves_nothing(open_box):
         sandbox.submit("attacks:echo", 1)
 
 
-def test_the_parent_is_killed_while_a_forked_copy_lives(open_box, attacks):
-    command = [sys.executable, "-W", "ignore", "-c", ORPHANS, str(attacks)]
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_the_parent_is_killed_while_others_hold_its_socket(how, attacks, state):
+    command = [sys.executable, "-W", "ignore", "-c", ORPHANS, how, str(attacks), state]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": SOURCE}) as holder:
         assert holder.stdout is not None
-        worker, outer, copy = map(int, holder.stdout.readline().split())
+        worker, outer, *others = map(int, holder.stdout.readline().split())
         holder.kill()
         wait_until(lambda: is_gone(worker) and is_gone(outer))
-        os.kill(copy, signal.SIGKILL)
+        assert not any(is_gone(pid) for pid in others)
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_from_threads_and_several_event_loops(open_box):

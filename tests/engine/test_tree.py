@@ -66,9 +66,7 @@ PACKED = {
             attn_implementation="eager",
         )
     ),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**COMMON, **SLIDING, head_dim=8, query_pre_attn_scalar=8)
-    ),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**COMMON, **SLIDING, head_dim=8, query_pre_attn_scalar=8)),
     "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**GPT_NEOX)),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**COMMON, sliding_window=6)),
 }
@@ -352,6 +350,22 @@ def test_probe_passes_and_leaves_the_model_as_it_was(family):
     assert model.training
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_finds_a_leak_and_a_wrong_position(dtype, monkeypatch):
+    model, allowed, of = build(PACKED["llama"], dtype), Group.allowed, Tree.of
+
+    def outcome():
+        return probe(model, vocab=VOCAB, generator=torch.Generator().manual_seed(0))
+
+    assert outcome() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "allowed", lambda self, *args: allowed(self, *args) | (self.key_BK == 25)[:, None, :])
+        assert "reach other responses" in outcome()
+    shifted = lambda sequences: dataclasses.replace(t := of(sequences), position_T=t.position_T * 2)  # noqa: E731
+    monkeypatch.setattr(Tree, "of", staticmethod(shifted))
+    assert "differ by" in outcome()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 def test_a_switched_model_still_takes_ordinary_batches(family, pure_fp64):
     sequences, model = chat(), build(PACKED[family]).eval()
@@ -435,9 +449,7 @@ PADDED = {
     "mamba2": lambda: tf.Mamba2ForCausalLM(tf.Mamba2Config(**SMALL, **MAMBA, num_hidden_layers=2)),
     "lfm2": lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**COMMON, **HYBRID)),
     "bloom": lambda: tf.BloomForCausalLM(tf.BloomConfig(**SMALL, n_layer=2, n_head=4)),
-    "falcon": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=False)
-    ),
+    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=False)),
     "gpt-oss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**COMMON, **GPT_OSS, sliding_window=6)),
     "qwen3-next": lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**COMMON, **QWEN3_NEXT)),
     "llama4": lambda: tf.Llama4ForCausalLM(tf.Llama4TextConfig(**COMMON, **LLAMA4)),
@@ -523,9 +535,7 @@ def test_plan_masks_are_exactly_the_ancestors(sequences, window, cut):
     for group in layout.groups:
         allowed = group.allowed(plan.end_T, plan.position_T, window)
         if group.causal:
-            allowed = (
-                torch.ones(group.query_BQ.shape[1], group.key_BK.shape[1], dtype=torch.bool).tril().expand_as(allowed)
-            )
+            allowed = torch.ones(group.query_BQ.shape[1], group.key_BK.shape[1], dtype=torch.bool).tril().expand_as(allowed)
         for b in range(len(allowed)):
             for q in range(allowed.shape[1]):
                 if row in output:

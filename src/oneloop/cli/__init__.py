@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Lazy(click.Group):
             return importlib.import_module(f"oneloop.cli.{cmd_name}").command
         from oneloop.find import nearest
 
-        raise click.UsageError(str(nearest(cmd_name, HELP, "command")))
+        raise nearest(cmd_name, HELP, "command")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From HELP alone: nothing is imported."""
@@ -38,24 +39,38 @@ class Lazy(click.Group):
             formatter.write_dl(list(HELP.items()))
 
 
-@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
 @click.version_option(package_name="oneloop")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """oneloop: reinforcement-learning post-training of language models."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 def main() -> None:
-    """The `oneloop` command: a user's mistake is one line on stderr and exit code 2."""
+    """The `oneloop` command: a user's mistake is one line on stderr and exit code 2; stopped by a signal is 128 + its number."""
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
-        cli(standalone_mode=True)
+        sys.exit(cli(prog_name="oneloop", standalone_mode=False) or 0)
+    except click.Abort:
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        if is_expected(error):
-            click.echo(f"oneloop: {error}", err=True)
-            sys.exit(2)
-        if isinstance(error, OSError) and error.errno is not None:
-            click.echo(f"oneloop: {os_error(error)}", err=True)
-            sys.exit(2)
-        raise
+        if (said := in_words(error)) is None:
+            raise
+        notes = getattr(error, "__notes__", [])
+        click.echo("; ".join([f"oneloop: {said}", *notes]), err=True)
+        sys.exit(2)
+
+
+def in_words(error: Exception) -> str | None:
+    """What a user is told about a mistake; None where the error is not theirs."""
+    if isinstance(error, click.ClickException):
+        command = getattr(getattr(error, "ctx", None), "command_path", "oneloop")
+        return f"{error.format_message()} See: {command} --help"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os_error(error)
+    return str(error) if is_expected(error) else None
 
 
 def is_expected(error: Exception) -> bool:
@@ -64,7 +79,7 @@ def is_expected(error: Exception) -> bool:
     return bool(names & EXPECTED)
 
 
-EXPECTED = {"RecipeError", "RunError", "ModelError", "UnknownName", "TooManyErrors", "SandboxUnavailable", "LogError", "TaskError"}
+EXPECTED = {"RecipeError", "RunError", "ModelError", "UnknownName", "TooManyErrors", "SandboxUnavailable", "LogError", "TaskError", "OtherRequests"}
 
 
 def os_error(error: OSError) -> str:
@@ -73,22 +88,26 @@ def os_error(error: OSError) -> str:
 
     what = f"{error.strerror}: {error.filename}" if error.filename else str(error)
     fixes = {
-        errno.ENOSPC: "free some space, then `oneloop resume` the run: nothing logged is lost",
-        errno.EROFS: "the file system is read-only: choose another place with --out",
-        errno.EACCES: "choose a place you may write with --out",
+        errno.ENOSPC: "free some space; nothing logged is lost",
+        errno.EDQUOT: "free some space; nothing logged is lost",
+        errno.EROFS: "the file system is read-only: mount it writable",
+        errno.EACCES: "you may not write there: change its permissions",
     }
     return f"{what} ({fixes.get(error.errno or 0, 'see the path above')})"
 
 
 def fresh_folder(recipe: str) -> Path:
     """runs/<recipe>-<number>, the first that is free."""
-    return next(p for i in range(1, 10**6) if not (p := Path("runs") / f"{recipe}-{i:03d}").exists())
+    return next(p for i in range(1, 10**6) if not (p := Path("runs") / f"{Path(recipe).stem}-{i:03d}").exists())
 
 
 def show(step: int, metrics: Any) -> None:
-    """One line a step."""
-    if "alarm/replay_differs" in metrics:
-        click.echo(f"step {step}: learnt again from its log, {metrics['alarm/replay_differs']:g} metrics differ", err=True)
+    """One line a step, and one for each alarm."""
+    from oneloop.tracking.alarms import lines
+
+    for line in lines(metrics):
+        click.echo(f"alarm: step {step}: {line}", err=True)
+    if "time/step" not in metrics:
         return
     parts = [
         f"step {step:4d}",

@@ -18,7 +18,7 @@ from oneloop.stages import Assign, Rng, setting
 class GroupNormalised(Assign):
     """The same credit on every token of a rollout."""
 
-    eps: float = setting(1e-4, low=0.0, high=1.0, unit="score", source="TRL 1.16, GRPOTrainer")
+    eps: float = setting(1e-4, low=1e-8, high=1.0, unit="score", source="TRL 1.16, GRPOTrainer")
     sample_std: bool = setting(True, source="TRL 1.16 (n - 1); the paper does not say")
 
     needs = frozenset({"score"})

@@ -197,9 +197,7 @@ def _layout(tree: Tree, window: int | None, device: torch.device) -> Layout:
         counts = [[b.num_queries for b in blocks], [b.num_keys for b in blocks]]
         tensors = (torch.from_numpy(a).to(device) for a in (query, key, *map(np.array, counts)))
         groups.append(Group(*tensors, causal=blocks[0].causal))
-    keys, queries = (
-        torch.cat(t) for t in ([g.key_BK.flatten() for g in groups], [g.query_BQ.flatten() for g in groups])
-    )
+    keys, queries = (torch.cat(t) for t in ([g.key_BK.flatten() for g in groups], [g.query_BQ.flatten() for g in groups]))
     return Layout(groups, torch.from_numpy(output).to(device), keys, queries)
 
 
@@ -302,9 +300,7 @@ def tree_attention(
     if plan is None:
         if _packing.get() is not None:
             raise ValueError(f"{type(module).__name__} does not receive the keyword {PLAN}: it cannot run packed")
-        return _plain(
-            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, dropout=dropout or 0.0
-        )
+        return _plain(module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, dropout=dropout or 0.0)
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} adds a mask of its own, which a packed tree cannot honour")
     if dropout:
@@ -334,16 +330,14 @@ def _packed(
     layout = plan.layout(window)
     num_heads, num_tokens, width = query.shape
     shared = len(key)
-    q_rows, k_rows, v_rows = (
-        _rows(x, i) for x, i in ((query, layout.queries), (key, layout.keys), (value, layout.keys))
-    )
+    # `split`, not slices: its backward is one concatenation, a slice's is a zeroed tensor of full size for each group.
+    q_parts = _rows(query, layout.queries).split([g.query_BQ.numel() for g in layout.groups])
+    k_parts, v_parts = (_rows(x, layout.keys).split([g.key_BK.numel() for g in layout.groups]) for x in (key, value))
     outputs = []
-    q_at = k_at = 0
-    for group in layout.groups:
+    for group, q_rows, k_rows, v_rows in zip(layout.groups, q_parts, k_parts, v_parts, strict=True):
         (b, num_q), num_k = group.query_BQ.shape, group.key_BK.shape[1]
-        q = q_rows[q_at : q_at + b * num_q].view(b, num_q, num_heads, width).transpose(1, 2)
-        k, v = (rows[k_at : k_at + b * num_k].view(b, num_k, shared, -1).transpose(1, 2) for rows in (k_rows, v_rows))
-        q_at, k_at = q_at + b * num_q, k_at + b * num_k
+        q = q_rows.view(b, num_q, num_heads, width).transpose(1, 2)
+        k, v = (rows.view(b, num_k, shared, -1).transpose(1, 2) for rows in (k_rows, v_rows))
         if group.causal and softcap is None:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared != num_heads)
         else:

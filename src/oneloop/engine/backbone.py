@@ -21,9 +21,9 @@ from oneloop.engine.tree import Tree
 
 vector_maths.settle()
 
-# Largest difference of log-probs packed and apart, in nats: above rounding (norms and softmax run in fp32 even in fp64
-# models; 30 layers of bf16 move a log-prob by up to about 0.1), below what a wrong position or mask does.
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+# Root mean square difference of log-probs packed and apart, in nats. Above rounding: norms and softmax run in fp32 even in
+# fp64 models, and SmolLM2-135M measures 0.08 to 0.12 in bf16 and 6e-6 in fp32 on random tokens.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 # Largest relative change of a hidden state when a sibling's tokens change: none, but for experts batched another way.
 LEAK = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -113,9 +113,7 @@ def probe(model: nn.Module, *, vocab: int, generator: torch.Generator) -> str | 
             hidden, moved = hidden_states(model, tree), hidden_states(model, other)
             packed = _log_probs(model, hidden, tree, first)
         except Exception as error:  # whatever a model raises, it means the same: not packed
-            return (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-            )
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         finally:
             inner.set_attn_implementation(before)
     return _verdict(hidden, moved, _untouched(tree, ranges), packed, apart)
@@ -123,11 +121,11 @@ def probe(model: nn.Module, *, vocab: int, generator: torch.Generator) -> str | 
 
 def _verdict(hidden: Tensor, moved: Tensor, untouched: Tensor, packed: Tensor, apart: Tensor) -> str | None:
     leak = float((hidden - moved)[untouched].abs().max() / hidden.abs().max())
-    gap = float((packed - apart).abs().max())
+    gap = float((packed - apart).square().mean().sqrt())
     if not leak <= LEAK.get(hidden.dtype, 1e-4):
         return f"a response's tokens reach other responses (hidden states move by {leak:.1e} of their size)"
-    if not gap <= TOLERANCE.get(hidden.dtype, 2e-3):
-        return f"log-probs packed and apart differ by up to {gap:.1e} nats"
+    if not gap <= TOLERANCE.get(hidden.dtype, 1e-3):
+        return f"log-probs packed and apart differ by {gap:.1e} nats (root mean square)"
     return None
 
 
@@ -161,10 +159,7 @@ def _log_probs(model: nn.Module, hidden: Tensor, tree: Tree, sequences: Sequence
 def _log_probs_apart(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
     backbone = decoder(model)
     device = next(backbone.parameters()).device
-    rows = [
-        backbone(input_ids=torch.tensor([s], device=device), use_cache=False).last_hidden_state[0, :-1]
-        for s in sequences
-    ]
+    rows = [backbone(input_ids=torch.tensor([s], device=device), use_cache=False).last_hidden_state[0, :-1] for s in sequences]
     return _gather(model, torch.cat(rows), [t for s in sequences for t in s[1:]])
 
 

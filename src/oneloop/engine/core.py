@@ -103,7 +103,7 @@ class TorchEngine:
         """The weights as they stand are this version from now on; older ones are kept as far as the lag reaches."""
         self.version = version
         for name, network in self.networks.items():
-            if network.parameters or network.spec.follow:
+            if network.moving:
                 self.digests[name] = network.digest()
         self.starts.clear()
         return self.digests
@@ -118,12 +118,12 @@ class TorchEngine:
         """A second module holding an older version, or perturbed weights. Raises ValueError where the version is gone."""
         network = self.networks[weights.model]
         if weights.version == self.version:
-            base = network.snapshot()
+            base, digest = network.snapshot(), self.digests[weights.model]
         else:
-            found = [s for v, s, _ in self.kept.get(weights.model, ()) if v == weights.version]
+            found = [(s, d) for v, s, d in self.kept.get(weights.model, ()) if v == weights.version]
             if not found:
                 raise ValueError(f"version {weights.version} of {weights.model} is no longer kept")
-            base = found[0]
+            base, digest = found[0]
         if weights.model not in self.shadows:
             self.shadows[weights.model] = copy.deepcopy(network.module)
         module = self.shadows[weights.model]
@@ -133,7 +133,7 @@ class TorchEngine:
             for n, p in own.items():
                 if n in base:
                     p.copy_(base[n].float() + noise[n] if n in noise else base[n])
-        return module, digest_of(own)
+        return module, digest_of(own) if weights.noise else digest
 
     # ------------------------------------------------------------------ learning
 
@@ -152,7 +152,7 @@ class TorchEngine:
     def columns(self, batch: Batch, needs: Iterable[Need], on: Array | None = None) -> dict[Need, Array]:
         """Start columns, filled in where asked and still missing."""
         out: dict[Need, Array] = {}
-        alive = np.logical_or.reduce([w > 0 for w in batch.streams.values()])
+        alive = np.logical_or.reduce([w > 0 for w in batch.streams.values()]) if on is None else on
         for need in needs:
             have = batch.columns.get(need)
             ask = weight(batch, need.on) != 0 if need.on else alive
@@ -224,7 +224,7 @@ class TorchEngine:
     def save(self, folder: Path) -> None:
         """models/<name>/ for every network that changes."""
         for name, network in self.networks.items():
-            if network.parameters or network.spec.follow:
+            if network.moving:
                 network.save(folder / name, self.tokenizer)
 
 
@@ -239,7 +239,8 @@ def load_tokenizer(source: str) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(f"{source} has no tokenizer: {' '.join(str(error).split())[:200]}") from None
     if not tokenizer.chat_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+        opens = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + PLAIN_TEMPLATE
     return tokenizer
 
 

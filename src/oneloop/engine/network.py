@@ -32,10 +32,10 @@ class Network:
         """Prepares a module for training what matches `trains`. Raises ModelError where nothing matches."""
         self.name, self.spec, self.module = name, spec, module
         width = inner(module).get_input_embeddings().weight.shape[1]
-        self.heads = nn.ModuleDict({h: nn.Linear(width, 1) for h in spec.heads}).to(self.device)
-        for head in self.heads.values():
-            nn.init.zeros_(head.weight)
-            nn.init.zeros_(head.bias)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.heads = nn.ModuleDict({h: nn.Linear(width, 1) for h in spec.heads}).to(self.device, wide)
+        for p in self.heads.parameters():
+            nn.init.zeros_(p)
         if spec.checkpoint:
             inner(module).gradient_checkpointing_enable({"use_reentrant": False})
         self.backbone = Backbone(module)
@@ -49,9 +49,11 @@ class Network:
                 self.parameters[n] = p
         if trains and not self.parameters:
             raise ModelError(f"model {name}: no parameter matches {' or '.join(trains)}: it would train nothing")
+        # what moves: what trains, or everything of a model that follows another (an average in bf16 would stand still)
+        self.moving = self.parameters or (dict(module.named_parameters()) if spec.follow else {})
         self.masters: dict[str, Tensor] = {
             n: p.detach() if p.dtype in (torch.float32, torch.float64) else p.detach().float()
-            for n, p in self.parameters.items()
+            for n, p in self.moving.items()
         }
 
     @property
@@ -71,7 +73,7 @@ class Network:
     @torch.no_grad()
     def install(self, weights: Mapping[str, Tensor]) -> None:
         """Takes new weights: masters first, then the module's own dtype. Raises ModelError on a name it does not have."""
-        own = self.parameters or dict(self.module.named_parameters())
+        own = self.moving or dict(self.module.named_parameters())
         for name, new in weights.items():
             if name not in own:
                 raise ModelError(f"model {self.name} has no parameter {name}")
@@ -79,14 +81,16 @@ class Network:
                 self.masters[name].copy_(new)
             if own[name].data_ptr() != new.data_ptr():
                 own[name].copy_(new)
+            else:  # moved in place already; torch's fused optimisers leave no trace of it for those who keep caches
+                torch.autograd.graph.increment_version(own[name])
 
     def digest(self) -> str:
         """128 bits over every weight that computes: names, dtypes, shapes, bytes."""
         return digest_of(dict(self.module.named_parameters()) | {f"heads.{n}": p for n, p in self.heads.named_parameters()})
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of what trains, in the dtype it computes in."""
-        return {n: p.detach().clone() for n, p in self.parameters.items()}
+        """A copy of what moves, in the dtype it computes in."""
+        return {n: p.detach().clone() for n, p in self.moving.items()}
 
     # ------------------------------------------------------------------ head
 
@@ -124,7 +128,8 @@ class Network:
 
     def save(self, folder: Path, tokenizer: Any = None) -> None:
         """A standard model directory, with heads and masters beside it."""
-        self.module.save_pretrained(folder)
+        model: Any = self.module
+        model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if self.heads:
@@ -139,7 +144,7 @@ class Network:
             self.heads.load_state_dict(load_arrays(folder / HEADS))
         if (folder / MASTERS).exists():
             self.install(load_arrays(folder / MASTERS))
-        elif not self.parameters:
+        elif not self.moving:
             own = dict(self.module.named_parameters())
             stored = load_arrays(folder / "model.safetensors")
             self.install({n: stored[n] for n in own if n in stored})
@@ -182,7 +187,8 @@ def load_module(spec: Model, dtype: torch.dtype, device: torch.device, path: Pat
     logging.disable_progress_bar()
     source = str(path) if path else resolve(spec.source)
     try:
-        module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+        module: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        module.to(device)
     except (OSError, ValueError) as error:
         raise ModelError(f"{spec.source} does not load: {' '.join(str(error).split())[:300]}") from None
     module.eval()
@@ -210,7 +216,9 @@ def _adapted(module: nn.Module, spec: Model) -> nn.Module:
     except ImportError:
         raise ModelError("adapters need peft: pip install 'oneloop[lora]'") from None
     settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **dict(spec.adapter)}
-    adapted = get_peft_model(module, LoraConfig(**settings))  # pyright: ignore[reportArgumentType]
+    with torch.random.fork_rng():  # the adapter's first weights are part of the model, the same at every start
+        torch.manual_seed(0)
+        adapted = get_peft_model(module, LoraConfig(**settings))
     for p in adapted.parameters():
         if p.requires_grad:
             p.data = p.data.float()

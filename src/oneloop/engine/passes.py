@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -102,14 +102,16 @@ class Ask:
         names = {c for n in needs for c in n.also}
         also = {c: torch.as_tensor(np.asarray(batch.columns[c])[tokens], device=device).to(dtype) for c in names}
         ids = torch.as_tensor(batch.ids_N[tokens], device=device)
-        return Ask(ids, torch.as_tensor(batch.columns["temperature"][tokens], device=device).to(dtype), also)
+        heat = np.asarray(batch.columns["temperature"])[tokens]
+        heat = np.where(heat > 0, heat, 1.0)  # a greedy token is read untempered
+        return Ask(ids, torch.as_tensor(heat, device=device).to(dtype), also)
 
 
 def value(need: Need, readings: Mapping[Source, Reading], ask: Ask) -> Tensor:
     """A need's values on the asked tokens (n or n, K), without gradient; a head's with it."""
     if isinstance(need.what, str) and need.what.startswith("value."):
         reading = readings[need.of[0]]
-        head = reading.network.heads[need.what.removeprefix("value.")]
+        head: Any = reading.network.heads[need.what.removeprefix("value.")]
         return head(reading.hidden.to(head.weight.dtype))[:, 0]
     f, out = functional(need), []
     with torch.no_grad():
@@ -252,13 +254,13 @@ def backbone_backward(reading: Reading) -> None:
 class Fixed:
     """The second pass of a coupled objective: coefficients already known, nothing left to couple."""
 
-    couples = "token"
+    couples: Literal["token", "rollout", "group", "batch"] = "token"
 
     def __init__(self, live: frozenset[Need], coefficients: Mapping[Need, Array], on: Array) -> None:
         """Coefficients are d loss / d column over the whole batch (N or NK)."""
         self.live = live
         self.names = {n: f"pull.{i}" for i, n in enumerate(sorted(live, key=repr))}
-        self.columns: dict[Need | str, Array] = {self.names[n]: c for n, c in coefficients.items()} | {"pull.on": 1.0 * on}
+        self.columns: dict[Need | str, Array] = {"pull.on": 1.0 * on, **{self.names[n]: c for n, c in coefficients.items()}}
 
     def on(self, part: Batch) -> Array:
         """The tokens of the first pass."""
@@ -307,7 +309,7 @@ def parts(batch: Batch, on: Array, budget: int) -> list[list[int]]:
         out[-1].append(r)
         used += cost
         seen.add(first)
-    return out
+    return [sorted(part) for part in out]  # the batch's own order, which a part's columns are written back in
 
 
 def is_one_pass(batch: Batch, rows: Sequence[Sequence[int]], couples: str) -> bool:
@@ -336,10 +338,10 @@ def pull(
                 at = np.isin(batch.row_N, part)
                 for n, v in values(cut(batch, part), needs, networks, on[at]).items():
                     columns.setdefault(n, np.full((len(on), *v.shape[1:]), np.nan))[at] = v
-            objective, loss, metrics = coefficients(batch, objective, columns, network.device, wide(network.dtype))
-            batch = replace(batch, columns={**batch.columns, **objective.columns})
+            fixed, loss, metrics = coefficients(batch, objective, columns, network.device, wide(network.dtype))
+            batch = replace(batch, columns={**batch.columns, **fixed.columns})
             for part in rows:
-                pull_part(network, networks, cut(batch, part), objective, gradient)
+                pull_part(network, networks, cut(batch, part), fixed, gradient)
         else:
             for part in rows:
                 more, m = pull_part(network, networks, cut(batch, part), objective, gradient)

@@ -24,7 +24,6 @@ import struct
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -137,7 +136,7 @@ class Sandbox:
         self._proved: How | None = None
         self._is_closed = False
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
-        _sandboxes.add(self)
+        self._owner = os.getpid()
 
     async def call(self, target: str, *args: Any) -> Outcome:
         """Await ``module.path:function(*args)`` inside; see ``submit``."""
@@ -155,12 +154,16 @@ class Sandbox:
         if not TARGET.fullmatch(target):
             raise ValueError(f"target {target!r}: must be 'module.path:function'")
         request = json.dumps({"target": target, "args": args}, allow_nan=False).encode()
-        if self._is_closed:
-            raise RuntimeError("the sandbox is closed: open a new one")
+        if self._is_closed or os.getpid() != self._owner:
+            raise RuntimeError(
+                "the sandbox is closed, or belongs to the process that this one was forked from: open one"
+            )
         return self._threads.submit(self._run, target.partition(":")[0], request)
 
     def close(self) -> None:
         """End every process of the pool and wait until they are gone; calls in flight become ``lost``."""
+        if os.getpid() != self._owner:
+            return  # a forked copy must not end the original's workers
         with self._lock:
             self._is_closed = True
             alive = list(self._alive)
@@ -169,7 +172,6 @@ class Sandbox:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in list(self._alive):
             self._discard(worker)
-        _sandboxes.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -235,12 +237,6 @@ class Sandbox:
         with self._lock:
             self._alive.discard(worker)
 
-    def _forget(self) -> None:
-        """In a forked copy of this process: let go of the workers' sockets, which belong to the original."""
-        for worker in self._alive:
-            worker.socket.close()
-        self._is_closed = True
-
 
 def available(how: Literal["auto", "bubblewrap", "namespaces"] = "auto") -> Availability:
     """Start one sandboxed process and end it: the way that works here, or why none does."""
@@ -252,10 +248,6 @@ def available(how: Literal["auto", "bubblewrap", "namespaces"] = "auto") -> Avai
         return Availability(sandbox._proved, "")
 
 
-_sandboxes: weakref.WeakSet[Sandbox] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [sandbox._forget() for sandbox in list(_sandboxes)])
-
-
 class _Worker:
     """One sandboxed process as its parent sees it. ``call`` from one thread at a time; ``kill`` from any."""
 
@@ -264,12 +256,13 @@ class _Worker:
         self._pidfd: int | None = None
         self._lock = threading.Lock()
         self.socket, theirs = socket.socketpair()
+        me = os.pidfd_open(os.getpid())  # forked copies of this process may hold the socket; this tells our own death
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
             self._process = subprocess.Popen(
                 command(how, view),
                 stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
+                stdout=me,
                 stderr=subprocess.PIPE,
                 env={"PYTHONHASHSEED": "0"},  # scorers give the same value in every worker; cleared inside
                 cwd="/",
@@ -280,6 +273,7 @@ class _Worker:
             raise SandboxUnavailable(str(error)) from None
         finally:
             theirs.close()
+            os.close(me)
         uid = spare_uid(self._process.pid) if os.geteuid() == 0 else os.geteuid()
         binds = view.binds if how == "namespaces" else []
         setup = {"binds": binds, "links": view.links, "paths": view.paths, "uid": uid, "limits": asdict(limits)}

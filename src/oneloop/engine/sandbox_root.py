@@ -89,7 +89,7 @@ def command(how: How, view: View) -> list[str]:
         options += ["--dev-bind" if target.startswith("/dev/") else "--ro-bind", source, target]
     for link, points_to in view.links:
         options += ["--symlink", points_to, link]
-    options += ["--dir", "/tmp", "--remount-ro", "/", "--as-pid-1", "--die-with-parent", "--new-session"]
+    options += ["--dir", "/tmp", "--remount-ro", "/", "--as-pid-1", "--new-session"]
     return [program, *options, "--", *python]
 
 

@@ -1,9 +1,9 @@
 """The process inside the sandbox: it shuts itself in, then forks one fresh child for every call.
 
-Started by ``sandbox.py`` as a script, with the control socket as standard input; standard library only, so it starts in
-tens of milliseconds. It consumes one set-up frame, then requests; it produces one reply frame for each. A frame is four
-bytes of length (big-endian) and that many bytes. The process becomes pid 1 of its own pid namespace: when it goes, so
-does everything that model text started.
+Started by ``sandbox.py`` as a script, with the control socket as standard input and, as standard output, a pidfd that
+tells when the parent is dead. Standard library only, so it starts in tens of milliseconds. It consumes one set-up
+frame, then requests; it produces one reply frame for each. A frame is four bytes of length (big-endian) and that many
+bytes. The process becomes pid 1 of its own pid namespace: when it goes, so does everything that model text started.
 
 What holds model text, from outside to inside: a read-only root that has only what Python needs (no /proc, no /sys, no
 home), no network, a user of its own without capabilities, a filter on system calls, limits on each process, a limit on
@@ -109,7 +109,6 @@ def enter_namespaces(setup: dict[str, Any]) -> int:
     Returns: how many processes of the same user stay outside (their count is part of the limit on processes).
     """
     outside = 0
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         if os.geteuid() != 0:
             raise PermissionError
@@ -118,7 +117,6 @@ def enter_namespaces(setup: dict[str, Any]) -> int:
         if os.geteuid() == 0:
             _change_user(setup["uid"])
             _prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self belongs to root and the maps cannot be written
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user cleared it
         uid, gid, outside = os.geteuid(), os.getegid(), 1
         _system("unshare", CLONE_NEWUSER | NAMESPACES)
         for name, text in ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"):
@@ -127,9 +125,7 @@ def enter_namespaces(setup: dict[str, Any]) -> int:
     _build_root(setup["binds"], setup["links"])
     inner = os.fork()
     if inner:  # outside the pid namespace: hold nothing, reap, go
-        os.dup2(os.open("/dev/null", os.O_RDWR), 2)
-        os.closerange(3, 64)
-        os.close(0)
+        os.closerange(0, 64)
         os.waitpid(inner, 0)
         os._exit(0)
     return outside
@@ -230,7 +226,7 @@ def system_call_filter(machine: str) -> bytes:
 # ---------------------------------------------------------------- one call
 
 
-def one_call(control: int, request: dict[str, Any], limits: dict[str, Any]) -> bytes:
+def one_call(ends: tuple[int, int], request: dict[str, Any], limits: dict[str, Any]) -> bytes:
     """Run one request in a fresh child; return kind and payload. Afterwards nothing that it started is left."""
     before = os.stat("/tmp").st_ctime_ns
     read_end, write_end = os.pipe()
@@ -239,7 +235,7 @@ def one_call(control: int, request: dict[str, Any], limits: dict[str, Any]) -> b
         _child(write_end, request, limits)
     os.close(write_end)
     try:
-        data, is_late = _watch(control, child, read_end, limits)
+        data, is_late = _watch(ends, child, read_end, limits)
         status = _sweep(child)
         os.set_blocking(read_end, False)
         with suppress(BlockingIOError):
@@ -252,20 +248,21 @@ def one_call(control: int, request: dict[str, Any], limits: dict[str, Any]) -> b
     return reply
 
 
-def _watch(control: int, child: int, read_end: int, limits: dict[str, Any]) -> tuple[bytes, bool]:
+def _watch(ends: tuple[int, int], child: int, read_end: int, limits: dict[str, Any]) -> tuple[bytes, bool]:
     """Collect what the child says until it exits, says too much, or its time is up."""
     deadline = time.monotonic() + limits["wall_s"]
     watched = os.pidfd_open(child)
     poll = select.poll()
     poll.register(read_end, select.POLLIN)
     poll.register(watched, select.POLLIN)
-    poll.register(control, 0)  # only its end matters here
+    for end in ends:
+        poll.register(end, select.POLLIN)
     data = bytearray()
     try:
         while len(data) <= limits["output_bytes"] + 5:
             ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if control in ready:
-                os._exit(0)  # the parent has gone; so does the whole namespace
+            if not ready.keys().isdisjoint(ends):
+                os._exit(0)  # closed, or the parent is dead: the whole namespace goes
             if not ready:
                 return bytes(data), True
             if read_end in ready:
@@ -392,9 +389,26 @@ def load(module: str) -> bytes:
     return VALUE
 
 
+def serve(control: int, lifeline: int, limits: dict[str, Any]) -> NoReturn:
+    """Answer requests until the control socket closes or the parent is dead, whoever else holds that socket."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(lifeline, select.POLLIN)
+    while lifeline not in dict(poll.poll()):
+        try:
+            request = json.loads(receive(control))
+        except (EOFError, ConnectionError):
+            break
+        if "import" in request:
+            send(control, load(request["import"]))
+        else:
+            send(control, one_call((control, lifeline), request, limits))
+    os._exit(0)
+
+
 def main() -> None:
-    """Shut in, say ready, serve until the control socket closes."""
-    control = os.dup(0)
+    """Shut in, say ready, serve."""
+    control, lifeline = os.dup(0), os.dup(1)
     setup = json.loads(receive(control))
     os.environ.clear()
     try:
@@ -421,13 +435,7 @@ def main() -> None:
     sys.path += setup["paths"]
     gc.freeze()
     send(control, VALUE)
-    while True:
-        try:
-            request = json.loads(receive(control))
-        except (EOFError, ConnectionError):
-            os._exit(0)
-        is_import = "import" in request
-        send(control, load(request["import"]) if is_import else one_call(control, request, limits))
+    serve(control, lifeline, limits)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ class Service:
         async def sample(context: Ids, request: Request, uniforms: Array, *, response: Ids = ()) -> Turn:
             job = Job(context + response, len(uniforms), request.temperature, np.asarray(uniforms), self.stop)
             turn = await self._ask(weights, job)
-            return Turn(context, turn.response, turn.spans, turn.recorded, turn.finish, info=turn.info)
+            said = turn.response[:-1] if turn.finish == "stop" else turn.response
+            info = {**turn.info, "text": self.decode(response + said)}  # the whole turn's, what stood before included
+            return Turn(context, turn.response, turn.spans, turn.recorded, turn.finish, info=info)
 
         return sample
 
@@ -70,9 +72,13 @@ class Service:
         while self.waiting:
             weights = next(iter(self.waiting))
             flying: dict[Any, tuple[Job, asyncio.Future[Turn]]] = {}
+            served: Served | None = None
             try:
-                await self._serve(weights, self.open(weights), flying)
+                served = self.open(weights)
+                await self._serve(weights, served, flying)
             except Exception as error:
+                if served is not None:
+                    served.decoder.abort()
                 for _, future in [*flying.values(), *self.waiting.pop(weights, [])]:
                     if not future.done():
                         future.set_exception(error)
@@ -96,8 +102,7 @@ class Service:
     def _turn(self, job: Job, answer: Answer, weights: Weights, digest: str) -> Turn:
         span = Span(0, len(answer.ids), weights.version, digest, job.temperature)
         recorded = {"logp": answer.logp, "raw_logp": answer.raw_logp, "entropy": answer.entropy}
-        said = answer.ids[:-1] if answer.finish == "stop" else answer.ids
-        return Turn(job.context, answer.ids, (span,), recorded, answer.finish, info={"text": self.decode(said)})
+        return Turn(job.context, answer.ids, (span,), recorded, answer.finish)
 
 
 class DecoderPool:

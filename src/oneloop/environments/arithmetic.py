@@ -72,6 +72,14 @@ class Arithmetic(Environment):
     test_share: float = setting(0.5, low=0.01, high=0.99, unit="of all possible questions")
     seed: int = setting(0, low=0, high=2**40)
 
+    def __post_init__(self) -> None:
+        """Refuses an empty range. Raises ValueError."""
+        super().__post_init__()
+        for what in ("terms", "digits"):
+            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if low > high:
+                raise ValueError(f"Arithmetic.min_{what} = {low}: at most max_{what} = {high}")
+
     def items(self, split: str) -> Sequence[Item]:
         """Raises ValueError where the task has too few distinct questions for the split."""
         if split not in ("train", "test"):

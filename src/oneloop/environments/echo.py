@@ -22,7 +22,9 @@ class Echo(Environment):
     words: int = setting(8, low=1, high=10_000)
 
     def items(self, split: str) -> Sequence[Item]:
-        """One item a word."""
+        """One item a word. Raises ValueError on an unknown split."""
+        if split not in ("train", "test"):
+            raise ValueError(f"split = {split!r}: 'train' or 'test'")
         return [
             Item(
                 f"{split}-{i}",

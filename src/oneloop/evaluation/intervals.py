@@ -26,4 +26,5 @@ def paired(before: Sequence[float], after: Sequence[float], *, draws: int = 10_0
     if len(before) != len(after) or not len(d):
         raise ValueError(f"paired needs the same problems on both sides: {len(before)} and {len(after)}")
     means = np.random.default_rng(seed).choice(d, (draws, len(d))).mean(1)
-    return float(d.mean()), *(float(q) for q in np.quantile(means, (0.025, 0.975)))
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(d.mean()), float(low), float(high)

@@ -30,6 +30,8 @@ class Demonstrations(Join):
 
     def __call__(self, fresh: Sequence[Rollout], state: State, rng: Rng) -> tuple[list[Rollout], State]:
         """The next rows in order."""
+        if not self.pool:
+            raise ValueError("Demonstrations has no rows: use Demonstrations().open(resources)")
         epoch, place, order, out = state["epoch"], state["place"], list(state["order"]), []
         while len(out) < self.rows:
             if place == len(order):

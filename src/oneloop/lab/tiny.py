@@ -19,7 +19,7 @@ def tiny_tokenizer(words: Sequence[str]) -> Any:
 
     vocabulary = {w: i for i, w in enumerate(dict.fromkeys(["<pad>", "<end>", ">", "<unk>", *words]))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     out = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")
     out.chat_template = TEMPLATE
     return out

@@ -39,7 +39,7 @@ class Policy(Loss):
         return self.credit
 
     def __call__(self, batch: Batch, live: Mapping[Need, Array], state: State) -> tuple[Array, Metrics]:
-        """Values (N). mismatch and clipped count the tokens read."""
+        """Values (N). Metrics count tokens read: mismatch is |log-ratio| at equal weights (this step's version), ratio the mean w."""
         now_N, a_N = live[LIVE_LOGP], batch.columns[self.credit]
         xp = array_namespace(now_N)
         old_N = batch.columns["sampled.logp"]
@@ -49,7 +49,10 @@ class Policy(Loss):
         w_N = xp.exp(xp.clip(gap_N, -self.max_log_ratio, self.max_log_ratio))
         free_N, held_N = -w_N * a_N, -xp.clip(w_N, 1 - self.low, 1 + self.high) * a_N
         on_N = (weight(batch, "policy") > 0) & (a_N != 0) & ~xp.isnan(old_N)
+        sampled_N = on_N & batch.masks["sampled"]
         metrics = {
+            "mismatch": mean_metric(xp.abs(gap_N), sampled_N & (batch.columns["version"] == batch.step)),
+            "ratio": mean_metric(w_N, sampled_N),
             "abs_log_ratio": mean_metric(xp.abs(gap_N), on_N),
             "clipped": mean_metric(1.0 * (held_N > free_N), on_N),
         }

@@ -34,7 +34,7 @@ class AdamW(Optimiser):
     ) -> tuple[Any, State, Metrics]:
         """Changes weights and moments in place. grad_norm is before clipping."""
         import torch
-        from torch.optim import adamw
+        from torch.optim.adamw import adamw
 
         names = [n for n in weights if n in direction]
         grads = [direction[n] for n in names]
@@ -42,14 +42,15 @@ class AdamW(Optimiser):
         if norm is None or not torch.isfinite(norm):
             return weights, state, {"skipped": (1.0, 1.0)}
         if self.max_norm > 0 and norm > self.max_norm:
-            torch._foreach_mul_(grads, float(self.max_norm / norm))
+            for g in grads:
+                g.mul_(float(self.max_norm / norm))
         for n in names:
             for moment in (state["m"], state["v"]):
                 if n not in moment:
                     moment[n] = torch.zeros_like(weights[n])
         updates = state["updates"]
         lr = self.lr * min(1.0, (updates + 1) / max(1, self.warmup))
-        adamw.adamw(
+        adamw(
             [weights[n] for n in names],
             grads,
             [state["m"][n] for n in names],

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oneloop.data import Ids, Request, Rollout, State, Turn
+from oneloop.data import Ids, Request, Rollout, Score, State, Turn
+from oneloop.ops import one_line
 from oneloop.stages import Environment, Rng, Rolling, Sampler, setting
 
 
@@ -26,9 +27,21 @@ class Plain(Rolling):
         return list(await asyncio.gather(*jobs))
 
     async def _one(self, request: Request, index: int, sampler: Sampler, environment: Environment, rng: Rng) -> Rollout:
-        turns = list(request.prefix)
+        """One rollout. Where sampler or environment raises it ends with what it has, and the error as its score."""
+        turns, score = list(request.prefix), None
+        try:
+            await self._play(turns, request, sampler, environment, rng)
+        except Exception as error:
+            score = Score(error=one_line(error))
+        name = f"{request.id}/{index}"
+        return Rollout(name, request.prompt, tuple(turns), request.id, request.origin, score=score, noise=request.noise)
+
+    async def _play(
+        self, turns: list[Turn], request: Request, sampler: Sampler, environment: Environment, rng: Rng
+    ) -> None:
+        """Adds turns until the episode is over."""
         if turns and turns[-1].finish == "open":
-            turns.append(await _go_on(turns.pop(), request, sampler, rng))
+            turns[-1] = await _go_on(turns[-1], request, sampler, rng)
         context: Ids | None = request.prompt.ids if not turns else None
         while True:
             if context is None:
@@ -40,9 +53,6 @@ class Plain(Rolling):
             else:
                 turns.append(await _turn(context, request, sampler, rng))
             context = None
-        return Rollout(
-            f"{request.id}/{index}", request.prompt, tuple(turns), request.id, request.origin, noise=request.noise
-        )
 
 
 async def _turn(context: Ids, request: Request, sampler: Sampler, rng: Rng, observed: int = 0) -> Turn:

@@ -1,6 +1,6 @@
 """The write-ahead log: what a step collected is on the disk before anything is learnt from it.
 
-One file a step and round, msgpack, written whole or not at all. `resume` learns from it again instead of sampling again, so the
+One file a step and round, msgpack after the 128 bits of its digest, written whole or not at all. `resume` learns from it again instead of sampling again, so the
 same updates come out bit for bit. Floats keep their dtype and bits; nothing is unpickled.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import xxhash
 
 from oneloop.data import Noise, Prompt, Rollout, Score, Span, Turn
 from oneloop.state import write_file
@@ -40,27 +41,54 @@ class RolloutLog:
     def write(self, step: int, round_: int, rows: Sequence[Rollout], errors: Errors) -> None:
         """Returns when it is on the disk."""
         body = {"version": VERSION, "step": step, "round": round_, "rows": [pack(r) for r in rows], "errors": list(errors)}
-        write_file(self.path(step, round_), msgpack.packb(body, default=_array))
+        content = msgpack.packb(body, default=_array)
+        write_file(self.path(step, round_), _digest(content) + content)
 
     def read(self, step: int, round_: int) -> tuple[tuple[Rollout, ...], tuple[tuple[str, str], ...]] | None:
         """What `write` wrote, or None where there is nothing. Raises LogError on a file of another version or a damaged one."""
         path = self.path(step, round_)
         if not path.exists():
             return None
-        try:
-            body = msgpack.unpackb(path.read_bytes(), object_hook=_object, strict_map_key=False)
-            version = body["version"]
-        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-            raise LogError(f"{path} is damaged ({error}): remove it and resume; its step is sampled again") from None
-        if version != VERSION:
-            raise LogError(f"{path} has version {version}, this oneloop reads {VERSION}: use the versions in run.json")
+        body = _open(path)
         return tuple(rollout(r) for r in body["rows"]), tuple((t, e) for t, e in body["errors"])
 
+    def check(self, step: int) -> None:
+        """Raises LogError where a file of this step or a later one cannot be read."""
+        for logged, _, path in self.files():
+            if logged >= step:
+                _open(path)
+
+    def files(self) -> list[tuple[int, int, Path]]:
+        """(step, round, file) of everything logged, in order."""
+        parts = ((p.name.split("."), p) for p in self.folder.glob("[0-9]*.msgpack"))
+        return sorted((int(name[0]), int(name[1]), path) for name, path in parts)
+
+    def steps(self) -> list[int]:
+        """The logged steps, in order."""
+        return sorted({step for step, _, _ in self.files()})
+
     def forget_before(self, step: int) -> None:
-        """Removes the steps that a checkpoint has made unnecessary."""
-        for path in self.folder.glob("*.msgpack"):
-            if int(path.name.split(".")[0]) < step:
+        """Removes the steps that a checkpoint has made unnecessary, oldest first: killed half-way, what is left is of use."""
+        for logged, _, path in self.files():
+            if logged < step:
                 path.unlink()
+
+
+def _digest(content: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(content)
+
+
+def _open(path: Path) -> dict[str, Any]:
+    """A file's map. Raises LogError."""
+    raw = path.read_bytes()
+    if _digest(raw[16:]) != raw[:16]:
+        raise LogError(f"{path} is damaged: remove it and resume; its step is sampled again")
+    body = msgpack.unpackb(raw[16:], object_hook=_object, strict_map_key=False)
+    if body.get("version") != VERSION:
+        raise LogError(
+            f"{path} has version {body.get('version')}, this oneloop reads {VERSION}: resume with the oneloop named in run.json"
+        )
+    return body
 
 
 def pack(node: Any) -> Any:
