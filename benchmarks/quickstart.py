@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from oneloop.evaluation.intervals import paired, wilson
 from oneloop.tracking import evidence
 from oneloop.tracking.evidence import Evidence, EvidenceError, Figure
 
@@ -42,7 +43,6 @@ RATES = {
 def measure_seed(recipe: str, changes: list[str], folder: Path) -> dict[str, Any]:
     """Before, training, after. Everything the evidence needs to know about one seed, as JSON values."""
     from oneloop.cli import show
-    from oneloop.evaluation.intervals import paired
     from oneloop.session import measured, resume, run_to_end, start
 
     begin, is_resumed = time.perf_counter(), (folder / "run.json").exists()
@@ -84,17 +84,20 @@ def peak_bytes() -> int:
 # ---------------------------------------------------------------------------- runs into figures
 
 
-def over_seeds(values: list[float], what: str, unit: str) -> Figure:
-    """The mean over seeds with Student's interval over them; one seed has none."""
+def over_seeds(values: list[float], problems: tuple[float, float], what: str, unit: str) -> Figure:
+    """The mean over seeds. Its interval is Student's over seeds or the one over problems, end by end whichever is wider.
+
+    Seeds share their problems, so neither alone says how far the mean may be off: three equal seeds do not make it exact.
+    """
     mean, n = float(np.mean(values)), len(values)
-    how = f"mean over {n} seed{'s' * (n > 1)} of {what}"
-    if n < 2:
-        return Figure(mean, None, unit, how)
-    half = STUDENT[n - 1] * float(np.std(values, ddof=1)) / math.sqrt(n)
-    low, high = mean - half, mean + half
+    half = STUDENT[n - 1] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    low, high = min(mean - half, problems[0], mean), max(mean + half, problems[1], mean)
     if unit == "share":
         low, high = max(0.0, low), min(1.0, high)
-    return Figure(mean, (min(low, mean), max(high, mean)), unit, f"{how}; Student's t over seeds")
+    how = (
+        f"mean over {n} seed{'s' * (n > 1)} of {what}; the wider, end by end, of the intervals over problems and over seeds (t)"
+    )
+    return Figure(mean, (low, high), unit, how)
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, Figure]:
@@ -115,8 +118,11 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Figure]:
     for rate in RATES:
         for when in ("before", "after"):
             out |= rates(runs, rate, when)
+    before, after = (np.mean([[int(x) for x in r[f"solved_{w}"]] for r in runs], axis=0) for w in ("before", "after"))
+    over_problems = [100 * x for x in paired(before.tolist(), after.tolist())[1:]]
     gains = [100 * r["gain"]["value"] for r in runs]
-    out["gain"] = over_seeds(gains, "accuracy after less accuracy before on the same problems", "points")
+    what = "accuracy after less accuracy before on the same problems (bootstrap)"
+    out["gain"] = over_seeds(gains, (over_problems[0], over_problems[1]), what, "points")
     for r in runs:
         mean, low, high = (100 * r["gain"][k] for k in ("value", "low", "high"))
         how = "after less before on the same problems; bootstrap over problems"
@@ -127,7 +133,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Figure]:
 
 
 def rates(runs: list[dict[str, Any]], rate: str, when: str) -> dict[str, Figure]:
-    """One rate for each seed with Wilson's interval, and for all: the weights before training are the same for every seed."""
+    """One rate for each seed with Wilson's interval, and for all."""
     known = [r for r in runs if r[when][rate]["value"] is not None]
     out = {}
     for r in known:
@@ -136,10 +142,9 @@ def rates(runs: list[dict[str, Any]], rate: str, when: str) -> dict[str, Figure]
         out[f"{rate}_{when}_seed_{r['seed']}"] = Figure(m["value"], (m["low"], m["high"]), "share", how)
     if not known:
         return out
-    first = out[f"{rate}_{when}_seed_{known[0]['seed']}"]
-    is_same = when == "before" and len({r["solved_before"] for r in runs}) == 1
-    all_ = over_seeds([r[when][rate]["value"] for r in known], f"{rate} {when} training, greedy", "share")
-    return {**out, f"{rate}_{when}": first if is_same else all_}
+    values, n = [r[when][rate]["value"] for r in known], min(r[when][rate]["of"] for r in known)
+    over_problems = wilson(float(np.mean(values)) * n, n)
+    return {**out, f"{rate}_{when}": over_seeds(values, over_problems, f"{rate} {when} training, greedy (Wilson)", "share")}
 
 
 def tables(runs: list[dict[str, Any]], names: set[str]) -> dict[str, Any]:

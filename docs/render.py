@@ -67,9 +67,10 @@ def figure(f: dict[str, Any], *, interval: bool) -> str:
 
 
 def table(body: dict[str, Any], name: str) -> str:
-    """A Markdown table whose cells that name a figure show it with its interval."""
+    """A Markdown table. The first cell of a row is its label; others that name a figure show it with its interval."""
     spec, figures = body["tables"][name], body["figures"]
-    rows = [[figure(figures[c], interval=True) if c in figures else c for c in row] for row in spec["rows"]]
+    shown = {name: figure(f, interval=True) for name, f in figures.items()}
+    rows = [[label, *(shown.get(c, c) for c in cells)] for label, *cells in spec["rows"]]
     lines = [spec["columns"], ["---"] * len(spec["columns"]), *rows]
     return "\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 

@@ -68,7 +68,10 @@ def credit(mechanism, *scores: Sequence[float | str]) -> list[float]:
 
 def as_torch(batch: Batch) -> Batch:
     """The batch with fp64 torch arrays, as losses meet it in the engine."""
-    floats = lambda columns: {k: torch.tensor(np.asarray(v, float)) for k, v in columns.items()}
+
+    def floats(columns):
+        return {k: torch.tensor(np.asarray(v, float)) for k, v in columns.items()}
+
     return replace(
         batch,
         **{k: torch.tensor(getattr(batch, k)) for k in ("ids_N", "row_N", "turn_N", "cut_N")},

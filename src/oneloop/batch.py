@@ -79,7 +79,7 @@ def pack(rows: Sequence[Rollout], step: int) -> Batch:
     columns: dict[Need | str, Array] = {k: v for k, v in c.items() if k not in ("ids", "cut")}
     columns["score"] = np.array(value, float)
     for name in sorted({k for r in rows for k in r.kept}):
-        columns[f"kept.{name}"] = _kept(rows, name, response, row_N)
+        columns[f"kept.{name}"] = _kept(rows, name, position_N >= 0, row_N)
     return Batch(
         rows=tuple(rows),
         step=step,

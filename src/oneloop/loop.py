@@ -11,9 +11,9 @@ streams named by (seed, step, stage, item): that is why a run can be stopped any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,21 +22,9 @@ from oneloop.collect import Collected, collect
 from oneloop.data import Batch, Need, Rollout
 from oneloop.metrics import Meter, group_count, summary
 from oneloop.ops import weight
-from oneloop.stages import Environment, Follow, Learner, Sampler
+from oneloop.stages import Engine, Environment, Follow, Learner
 from oneloop.state import State, rng
 from oneloop.terms import Sum
-
-
-class Engine(Protocol):
-    """What the loop asks of an engine, beyond what estimates do: versions of weights."""
-
-    def columns(self, batch: Batch, needs: Any, on: Any = None) -> Mapping[Need, Any]: ...  # noqa: D102
-    def sampler(self, model: str, version: int, noise: Any = None) -> Sampler: ...  # noqa: D102
-    def weights(self, model: str) -> Mapping[str, Any]: ...  # noqa: D102
-    def keep_start(self, needs: Any) -> None: ...  # noqa: D102
-    def install(self, model: str, weights: Any) -> None: ...  # noqa: D102
-    def publish(self, version: int) -> Mapping[str, str]: ...  # noqa: D102
-    def measure(self, model: str, batch: Batch) -> Callable[[Any], float]: ...  # noqa: D102
 
 
 @dataclass
@@ -45,7 +33,7 @@ class Run:
 
     recipe: Any
     mechanisms: Mapping[str, Any]
-    engine: Any
+    engine: Engine
     environment: Environment
     state: State
     log: Any
@@ -66,8 +54,7 @@ async def step(run: Run) -> dict[str, float]:
             learn(run, name, objective, update, meter)
     for name, model in recipe.models.items():
         if model.follow:
-            leader, rule = model.follow
-            follow(run, name, leader, rule)
+            follow(run, name, *model.follow)
     for name, mechanism in run.mechanisms.items():
         s[name] = mechanism.observe(batch, meter.means(), s.get(name))
     run.state.step = now + 1
@@ -79,7 +66,8 @@ async def assemble(run: Run, fresh: Collected, before: Mapping[str, Any]) -> tup
     """Stages 1 to 6 once: ask for rollouts, join, pack, assign. `fresh` holds what earlier rounds of this step collected."""
     now, s, m = run.state.step, run.state.mechanisms, run.mechanisms
     requests, s["prompts"] = m["prompts"](now, s["prompts"], rng(run, "prompts", fresh.rounds))  # 1
-    fresh = await collect(run, requests, fresh)  # 2, 3, 4
+    fresh, old = await collect(run, requests, fresh), len(fresh.rows)  # 2, 3, 4
+    early(run, fresh.rows[old:])
     rows: list[Rollout] = list(fresh.rows)
     for name in (n for n in m if n.startswith("join.")):  # 5
         joined, s[name] = m[name](fresh.rows, before[name], rng(run, name))
@@ -92,6 +80,13 @@ async def assemble(run: Run, fresh: Collected, before: Mapping[str, Any]) -> tup
     return batch, fresh
 
 
+def early(run: Run, rows: Sequence[Rollout]) -> None:
+    """Lets estimates that stream work on rollouts as they come, before their group's credit is known."""
+    for name, learner in run.recipe.learners.items() if rows else ():
+        estimate, s = run.mechanisms[f"estimate.{name}"], run.state.mechanisms
+        s[f"estimate.{name}"] = estimate.early(run.engine, learner.model, pack(rows, run.state.step), s[f"estimate.{name}"])
+
+
 def await_more(recipe: Any, batch: Batch) -> bool:
     """Whether the step still lacks groups with weight in the policy stream."""
     return group_count(batch, weight(batch, "policy") > 0) < recipe.enough
@@ -99,9 +94,7 @@ def await_more(recipe: Any, batch: Batch) -> bool:
 
 def attach(run: Run, batch: Batch, needs: Any, on: Any = None) -> Batch:
     """The batch with the columns of these needs at the step's start, on the rows still alive."""
-    batch = with_views(
-        batch, needs, {n.removeprefix("view."): m for n, m in run.mechanisms.items() if n[:5] == "view."}
-    )
+    batch = with_views(batch, needs, {n.removeprefix("view."): m for n, m in run.mechanisms.items() if n[:5] == "view."})
     asked = [n for n in needs if isinstance(n, Need) and not n.is_live]
     return replace(batch, columns={**batch.columns, **run.engine.columns(batch, asked, on)}) if asked else batch
 

@@ -218,11 +218,11 @@ def _set(node: Any, path: Sequence[str], value: Any, whole: str) -> Any:
 def _cast(value: Any, old: Any, whole: str) -> Any:
     """The value in the old one's type; an int may stand for a float. Raises ValueError otherwise."""
     if isinstance(old, bool) != isinstance(value, bool) and isinstance(old, bool | int | float):
-        raise ValueError(f"{whole} = {value!r}: a {type(old).__name__} is wanted, such as {old!r}")
+        raise ValueError(f"{whole} = {value!r}: {type(old).__name__} is wanted, such as {old!r}")
     if isinstance(old, float) and isinstance(value, int):
         return float(value)
     if isinstance(old, str | int | float | tuple) and not isinstance(value, type(old)):
-        raise ValueError(f"{whole} = {value!r}: a {type(old).__name__} is wanted, such as {old!r}")
+        raise ValueError(f"{whole} = {value!r}: {type(old).__name__} is wanted, such as {old!r}")
     if is_dataclass(old):
         raise ValueError(f"{whole} is a {type(old).__name__}: change one of its fields, {whole}.<field>=value")
     return value

@@ -207,6 +207,7 @@ async def train(session: Session, report: Report = lambda step, metrics: None) -
     """Steps until the recipe's end; True if it got there, False if asked to stop. Saved either way."""
     run, recipe, folder = session.run, session.recipe, session.folder
     session.began = session.clock()
+    bounds = alarms.bounds_of(network.dtype for network in run.engine.networks.values())
     while run.state.step < recipe.steps and not session.stopped_by:
         now, begin, sampled = run.state.step, time.perf_counter(), run.engine.service.sampled_tokens
         metrics = await step(run)
@@ -215,7 +216,7 @@ async def train(session: Session, report: Report = lambda step, metrics: None) -
         if every := recipe.evaluate.every:
             if run.state.step % every == 0:
                 metrics |= await _validate(session)
-        metrics |= alarms.check(metrics, session.history)
+        metrics |= alarms.check(metrics, session.history, bounds)
         session.history.append(metrics)
         folder.measure(now, metrics)
         report(now, metrics)

@@ -188,7 +188,7 @@ class Objective(Protocol):
 
 
 class Engine(Protocol):
-    """Method-blind: values of columns, pull of coefficients on them, noise."""
+    """Method-blind: values of columns, pull of coefficients on them, noise, and versions of weights."""
 
     def columns(self, batch: Batch, needs: Iterable[Need], on: Array | None = None) -> Mapping[Need, Array]:
         """The asked columns, filled in where `on` (or the need's own stream) asks and nothing stands yet."""
@@ -204,12 +204,36 @@ class Engine(Protocol):
         """A perturbation, name -> array, regenerated from its seed."""
         ...
 
+    def measure(self, model: str, batch: Batch) -> Callable[[Any], float]:
+        """The KL (nats a token) that a displacement of the weights would make on this batch."""
+        ...
+
+    def weights(self, model: str) -> Mapping[str, Any]:
+        """What an optimiser moves, name -> array."""
+        ...
+
+    def install(self, model: str, weights: Any) -> None:
+        """New weights, for training; samplers see them when they are published."""
+        ...
+
+    def keep_start(self, needs: Iterable[Need]) -> None:
+        """Before a step's first update: what live needs will also read as it stood at the start."""
+        ...
+
+    def publish(self, version: int) -> Mapping[str, str]:
+        """The weights as they stand are this version for samplers; model -> digest."""
+        ...
+
+    def sampler(self, model: str, version: int, noise: Noise | None = None) -> Sampler:
+        """Serves one published version."""
+        ...
+
 
 class Estimate(Mechanism, Protocol):
     """8 How a direction is found: backprop, streamed, sketched, perturbed weights."""
 
-    def early(self, engine: Engine, model: str, row: Batch, state: State) -> State:
-        """A rollout, just scored; for estimates that work while others are sampled."""
+    def early(self, engine: Engine, model: str, rows: Batch, state: State) -> State:
+        """Rollouts, just scored; for estimates that work before their groups' credit is known."""
         return state
 
     def __call__(

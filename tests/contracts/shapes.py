@@ -17,7 +17,6 @@ from oneloop.ops import log_softmax, peers, rows_sum
 from oneloop.prompts.epochs import Epochs
 from oneloop.stages import Assign, Join, Prompts, Resources, Rng, View
 
-
 # 1 next-observation loss on observation tokens (TAPO): no mechanism at all, a term: Term(Nll(), on="observation")
 
 

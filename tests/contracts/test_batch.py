@@ -55,7 +55,8 @@ def test_an_error_feeds_no_stream_and_its_reason_is_the_error():
     b = pack([replace(CHAT, score=Score(error="timed out")), HALF], 0)
     assert b.reasons == {"chat": "timed out"}
     assert np.flatnonzero(b.streams["policy"]).tolist() == [5, 6]
-    assert not b.masks["observation"].any()
+    for mask in b.masks.values():
+        assert not mask[:5].any(), "a term may read a mask as its stream"
     assert np.isnan(b.columns["score"][0])
     zero = pack([replace(CHAT, score=Score(0.0)), HALF], 0)
     assert zero.columns["score"][0] == 0
@@ -73,8 +74,9 @@ def test_versions_and_temperatures_come_from_spans():
 
 def test_kept_columns_come_back():
     old = replace(HALF, kept={"credit": np.array([0.1, 0.2, 0.3])})
-    b = pack([CHAT, old], 0)
-    assert np.nan_to_num(b.columns["kept.credit"], nan=9).tolist() == [9] * 5 + [0.1, 0.2, 0.3]
+    with_error = replace(old, id="e", score=Score(error="timed out"))
+    b = pack([CHAT, old, with_error], 0)
+    assert np.nan_to_num(b.columns["kept.credit"], nan=9).tolist() == [9] * 5 + [0.1, 0.2, 0.3] * 2
 
 
 @pytest.mark.parametrize(

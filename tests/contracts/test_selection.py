@@ -1,4 +1,4 @@
-"""What selection promises beyond an Assign's contract (test_credit.py): a drop is weight zero with a reason, never a new row."""
+"""What selection promises beyond an Assign's contract (test_credit.py): a drop is weight zero with a reason."""
 
 import numpy as np
 import pytest

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from oneloop.batch import pack
+from oneloop.collect import Collected
 from oneloop.credit.group_mean import GroupMean
 from oneloop.credit.raw_score import RawScore
 from oneloop.data import LIVE_LOGP, Need, Noise, Rollout, Score, Source, Span, Turn
 from oneloop.estimate.perturbed_weights import PerturbedWeights
 from oneloop.loop import assemble, attach, learn, prepare, step
-from oneloop.collect import Collected
 from oneloop.metrics import Meter
 from oneloop.objective.divergence import Divergence
 from oneloop.objective.nll import Nll

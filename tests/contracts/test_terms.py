@@ -92,8 +92,6 @@ def one(batch, *terms, step=0):
     return Sum(Learner("policy", terms, Backprop(), AdamW()), replace(batch, step=step), {}, "policy")
 
 
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
 def test_denominators_over_the_whole_batch_equal_sums_over_cuts(data):
@@ -126,7 +124,9 @@ def test_a_mean_of_means_would_not_add_up():
     whole, parts = one(BATCH, Term(Nll())), [[0, 1], [2]]
     right = whole(whole.batch, {LIVE_LOGP: x_N})[0]
     token = [np.isin(BATCH.row_N, p) for p in parts]
-    wrong = np.mean([(o := one(cut(BATCH, p), Term(Nll())))(o.batch, {LIVE_LOGP: x_N[t]})[0] for p, t in zip(parts, token, strict=True)])
+    wrong = np.mean(
+        [(o := one(cut(BATCH, p), Term(Nll())))(o.batch, {LIVE_LOGP: x_N[t]})[0] for p, t in zip(parts, token, strict=True)]
+    )
     assert right == pytest.approx(13 / 6)
     assert wrong == pytest.approx((4 / 3 + 3) / 2)
 

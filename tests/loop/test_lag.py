@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from oneloop import session as sessions
 from oneloop.batch import pack
@@ -114,9 +113,7 @@ def test_the_ratio_is_to_the_log_probs_of_the_weights_that_sampled(start):
     engine.install("policy", snapshot)
     clean = replace(batch, columns={k: v for k, v in batch.columns.items() if not isinstance(k, Need)})
     old = attach(session.run, clean, [Need("logp")]).columns[Need("logp")]
-    np.testing.assert_allclose(
-        old[batch.masks["sampled"]], batch.columns["sampled.logp"][batch.masks["sampled"]], atol=1e-4
-    )
+    np.testing.assert_allclose(old[batch.masks["sampled"]], batch.columns["sampled.logp"][batch.masks["sampled"]], atol=1e-4)
     engine.install("policy", then)
     # the control: ratioed to today's own log-probs, every ratio is 1 and the gradient another
     fresh = np.where(batch.masks["sampled"], now, np.nan)
@@ -155,12 +152,3 @@ def test_after_a_resume_rollouts_are_made_by_the_checkpoints_weights(start, tmp_
             assert metrics["collect/staleness"] == step - 3 <= 2
     finally:
         second.close()
-
-
-def test_one_thread_or_two_the_versions_are_the_same(start):
-    session, before = start(lag=1), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert [m["collect/staleness"] for m in steps(session, 3)] == [0, 1, 1]
-    finally:
-        torch.set_num_threads(before)

@@ -46,7 +46,10 @@ def command(*arguments: object) -> list[str]:
 
 
 def surroundings() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    """The environment of a command: this very package, from whatever working directory."""
+    here = str(Path(state.__file__).parents[1])
+    settings = {"PYTHONPATH": here, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **settings}
 
 
 def oneloop(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from oneloop.data import LIVE, LIVE_LOGP, Array, Batch, Need, Source, State
@@ -84,7 +83,3 @@ class TailClip(Policy):
         clipped_N = 1.0 * ((w_N - held_N).abs() > 0)
         keep_N = on_N & (a_N != 0)
         return torch.maximum(-w_N * a_N, -held_N * a_N), {"clipped": (float(clipped_N[keep_N].sum()), float(keep_N.sum()))}
-
-
-def exact_rows(values_N: np.ndarray, row_N: np.ndarray, n: int) -> np.ndarray:
-    return np.bincount(row_N, values_N, n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oneloop.cli import show
-from oneloop.tracking.alarms import Bounds, check, lines
+from oneloop.tracking.alarms import Bounds, bounds_of, check, lines
 
 CALM = {
     "policy/policy.0/mismatch": 0.004,
@@ -19,7 +19,7 @@ CALM = {
     "time/step": 2.0,
 }
 RAISED = {
-    "policy/policy.0/mismatch": (0.06, "differ by 0.06 nats a token at equal weights"),
+    "policy/policy.0/mismatch": (0.16, "differ by 0.16 nats a token at equal weights"),
     "policy/policy.0/ratio": (3e-7, "mean importance ratio is 3e-07"),
     "policy/skipped": (0.5, "50% of the updates had no finite gradient"),
     "collect/error_rate": (0.2, "20% of the rollouts failed"),
@@ -60,8 +60,10 @@ def test_a_mismatch_that_drifts_is_said_before_it_is_large():
     assert check({**CALM, "policy/policy.0/mismatch": 1e-5}, [tiny]) == {}
 
 
-def test_bounds_are_settings():
-    assert check(CALM, bounds=Bounds(mismatch=0.001)) == {"alarm/policy/policy.0/mismatch": 0.004}
+def test_the_bound_on_the_mismatch_is_that_of_the_dtype():
+    raised = {"alarm/policy/policy.0/mismatch": 0.004}
+    assert check(CALM, bounds=bounds_of(["torch.float32"])) == raised == check(CALM, bounds=Bounds(mismatch=0.001))
+    assert check(CALM, bounds=bounds_of(["torch.float32", "torch.bfloat16"])) == {}
 
 
 def test_the_command_line_prints_alarms(capsys):

@@ -181,7 +181,9 @@ class Chatty(Echo):
 
 
 def test_an_environment_that_breaks_costs_one_rollout(toy, opened):
-    recipe = toy(reward=Parity(), environment=Chatty(), rolling=Plain(max_turns=2), prompts=Epochs(prompts=4, rollouts=4, max_tokens=2))
+    recipe = toy(
+        reward=Parity(), environment=Chatty(), rolling=Plain(max_turns=2), prompts=Epochs(prompts=4, rollouts=4, max_tokens=2)
+    )
     batch = batch_of(opened(recipe))
     assert len(batch.rows) == 16
     (failed,) = [r for r in batch.rows if r.score.error]

@@ -45,7 +45,9 @@ def recipes(toy, tiny) -> dict[str, Recipe]:
         "minibatches": toy(learners={"policy": learner(lr=1e-2, epochs=2, minibatches=2)}),
         "refill": toy(assign=(DropConstantGroups(), GroupMean()), learners={"policy": learner(lr=1e-2)}, enough=3),
         "reference": toy(models=reference, learners={"policy": penalty}),
-        "adapter": toy(models={"policy": Model(str(tiny), dtype="float32", adapter={"r": 2})}, learners={"policy": learner(lr=1e-1)}),
+        "adapter": toy(
+            models={"policy": Model(str(tiny), dtype="float32", adapter={"r": 2})}, learners={"policy": learner(lr=1e-1)}
+        ),
         "bfloat16": toy(models={"policy": Model(str(tiny), dtype="bfloat16")}, learners={"policy": learner(lr=1e-2)}),
         "supervised": toy("sft"),
     }

@@ -48,7 +48,7 @@ FAULTS = {
     "cores = 0": lambda b: b.update(cores=0),
     "2026-01-31": lambda b: b.update(date="31.1.2026"),
     "/home/me/x means nothing elsewhere": lambda b: b.update(command="python /home/me/x"),
-    "figure Accuracy": lambda b: b["figures"].update(Accuracy=b["figures"]["gain"]),
+    "figure 'Accuracy'": lambda b: b["figures"].update(Accuracy=b["figures"]["gain"]),
     "must have effect, interval, unit, how": lambda b: b["figures"]["gain"].pop("how"),
     "must be finite numbers": lambda b: b["figures"]["gain"].update(effect=float("nan")),
     "around 0.5": lambda b: b["figures"]["accuracy"].update(interval=[0.6, 0.7]),

@@ -122,10 +122,11 @@ def test_the_evidence_renders(place: Path):
 
 def test_the_mean_over_seeds_by_hand():
     benchmark = load("benchmarks/quickstart.py")
-    one = benchmark.over_seeds([0.5, 0.6, 0.7], "x", "share")
+    one = benchmark.over_seeds([0.5, 0.6, 0.7], (0.59, 0.61), "x", "share")
     half = 4.303 * 0.1 / 3**0.5
     assert one.effect == pytest.approx(0.6)
     assert one.interval == pytest.approx((0.6 - half, 0.6 + half))
-    assert benchmark.over_seeds([0.5], "x", "share").interval is None
-    assert benchmark.over_seeds([0.1, 0.9], "x", "share").interval == (0.0, 1.0)
+    assert benchmark.over_seeds([0.1, 0.9], (0.4, 0.6), "x", "share").interval == (0.0, 1.0)
+    assert benchmark.over_seeds([0.5], (0.4, 0.7), "x", "share").interval == (0.4, 0.7)
+    assert benchmark.over_seeds([0.0, 0.0], (0.0, 0.015), "x", "share").interval == (0.0, 0.015)  # equal seeds are not exact
     assert json.loads(json.dumps(benchmark.peak_bytes())) > 1e7

@@ -7,6 +7,7 @@ would round small updates away, so they are never trained directly.
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ class Network:
 
     def check_head(self) -> None:
         """Raises ModelError where our logits differ from the class's own: its head does something we do not know."""
-        ids = torch.arange(1, 9, device=self.device)[None]
+        ids = torch.arange(1, 9, device=self.device)[None] % self.head()[0].shape[0]
         with torch.no_grad():
             theirs = self.module(input_ids=ids, use_cache=False).logits[0].float()
             hidden, tree = self.backbone([ids[0].tolist()])
@@ -216,8 +217,9 @@ def _adapted(module: nn.Module, spec: Model) -> nn.Module:
     except ImportError:
         raise ModelError("adapters need peft: pip install 'oneloop[lora]'") from None
     settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **dict(spec.adapter)}
-    with torch.random.fork_rng():  # the adapter's first weights are part of the model, the same at every start
-        torch.manual_seed(0)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        torch.manual_seed(0)  # the adapter's first weights are part of the model, the same at every start
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 calls transformers 5.24 by a name that is going
         adapted = get_peft_model(module, LoraConfig(**settings))
     for p in adapted.parameters():
         if p.requires_grad:

@@ -42,7 +42,8 @@ class Reading:
 
     def shaped(self, raw: Tensor, temperature_C: Tensor) -> Tensor:
         """Logits as the sampler saw them, at each token's temperature."""
-        return self.network.shape_logits(raw) / temperature_C[:, None]
+        logits = self.network.shape_logits(raw)
+        return logits if bool((temperature_C == 1).all()) else logits / temperature_C[:, None]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,10 +17,12 @@ def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
     p, z2 = successes / n, z * z
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half))  # rounding must not exclude 0 of n or n of n
 
 
-def paired(before: Sequence[float], after: Sequence[float], *, draws: int = 10_000, seed: int = 0) -> tuple[float, float, float]:
+def paired(
+    before: Sequence[float], after: Sequence[float], *, draws: int = 10_000, seed: int = 0
+) -> tuple[float, float, float]:
     """Mean difference over the same problems, and its bootstrap interval. Raises ValueError on unequal lengths."""
     d = np.asarray(after, float) - np.asarray(before, float)
     if len(before) != len(after) or not len(d):

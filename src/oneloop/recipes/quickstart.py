@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from oneloop.credit.group_mean import GroupMean
-from oneloop.environments.arithmetic import Arithmetic
 from oneloop.objective.policy import Policy
 from oneloop.prompts.epochs import Epochs
 from oneloop.recipe import Evaluate, learner
@@ -15,8 +13,7 @@ recipe = replace(
     name="quickstart",
     base="dr_grpo",
     about="SmolLM2-135M learns two-term sums in ten minutes",
-    environment=Arithmetic(),
-    prompts=Epochs(prompts=16, rollouts=8, max_tokens=24),
+    prompts=Epochs(max_tokens=24),
     learners={"policy": learner(Term(Policy(high=0.28), by=By("fixed", length=24)), lr=1e-5)},
     evaluate=Evaluate(max_tokens=32),
     steps=60,

@@ -36,9 +36,7 @@ class Plain(Rolling):
         name = f"{request.id}/{index}"
         return Rollout(name, request.prompt, tuple(turns), request.id, request.origin, score=score, noise=request.noise)
 
-    async def _play(
-        self, turns: list[Turn], request: Request, sampler: Sampler, environment: Environment, rng: Rng
-    ) -> None:
+    async def _play(self, turns: list[Turn], request: Request, sampler: Sampler, environment: Environment, rng: Rng) -> None:
         """Adds turns until the episode is over."""
         if turns and turns[-1].finish == "open":
             turns[-1] = await _go_on(turns[-1], request, sampler, rng)
@@ -69,8 +67,7 @@ async def _go_on(half: Turn, request: Request, sampler: Sampler, rng: Rng) -> Tu
     old = len(half.response)
     spans = tuple(replace(s, start=s.start + old, stop=s.stop + old) for s in rest.spans)
     recorded = {
-        name: np.concatenate([half.recorded.get(name, np.full(old, np.nan)), new])
-        for name, new in rest.recorded.items()
+        name: np.concatenate([half.recorded.get(name, np.full(old, np.nan)), new]) for name, new in rest.recorded.items()
     }
     return replace(
         rest,

@@ -44,7 +44,8 @@ class Figure:
 class Evidence:
     """name: of the file. figures: metric -> Figure. runs: what each seed measured.
 
-    tables: name -> {"columns", "rows"}; a cell that names a figure shows it. pictures: name -> {"file", "caption"}.
+    tables: name -> {"columns", "rows"}; a row begins with its label; other cells that name a figure show it.
+    pictures: name -> {"file", "caption"}.
     """
 
     name: str

@@ -44,7 +44,7 @@ class RunDirectory:
         self._made = [p for p in (folder, *folder.parents) if not p.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if is_new and (strange := sorted({p.name for p in folder.iterdir()} - OWN)) and not self.has_run():
+            if is_new and not self.has_run() and (strange := sorted(p.name for p in folder.iterdir() if not is_own(p.name))):
                 raise RunError(f"{folder} holds other files ({strange[0]}): choose another with --out")
             self._lock = open(folder / ".lock", "a")  # noqa: SIM115 held until close
             self.log = RolloutLog(folder / "log")
@@ -167,6 +167,11 @@ class RunDirectory:
             return load(path), path / "models"
         except Exception as error:  # safetensors has an error class of its own
             raise damaged(path, error) from None
+
+
+def is_own(name: str) -> bool:
+    """Whether a run's folder holds a file of this name, or held it when a process was killed that had not begun the run yet."""
+    return name in OWN or (name.startswith(".") and name.endswith(".part"))
 
 
 def damaged(checkpoint: Path, error: Exception) -> RunError:

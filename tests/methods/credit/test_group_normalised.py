@@ -2,9 +2,10 @@
 
 import pytest
 
+from oneloop.batch import pack
 from oneloop.credit.group_mean import GroupMean
 from oneloop.credit.group_normalised import GroupNormalised
-from tests.build import credit
+from tests.build import credit, per_row, row, turn
 
 
 def test_by_hand():
@@ -43,6 +44,17 @@ def test_rounding_is_not_blown_up():
     assert max(map(abs, credit(GroupNormalised(eps=1e-8), nearly))) < 1e-7
     with pytest.raises(ValueError, match="eps"):
         GroupNormalised(eps=0.0)  # would make it 1.15
+
+
+def test_lengths_and_how_a_row_ended_shift_nothing():
+    """One row without an end token among three that have theirs."""
+    ended = [row(n, "g", s, turns=[turn([-1.0] * k)]) for n, s, k in (("a", 1.0, 2), ("b", 0.0, 2), ("c", 0.0, 2))]
+    cut = row("c", "g", 0.0, turns=[turn([-1.0] * 9, finish="length")])
+    found = []
+    for rows in (ended, [*ended[:2], cut]):
+        batch = pack(rows, 0)
+        found.append(per_row(batch, GroupNormalised()(batch, None, None)[0]["credit"]))
+    assert found[0] == found[1]
 
 
 def test_a_group_of_one_and_errors_get_nothing():

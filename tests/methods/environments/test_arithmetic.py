@@ -9,7 +9,8 @@ from oneloop.environments.arithmetic import Arithmetic, in_test, question, score
 
 ROWS = json.loads((Path(__file__).parents[2] / "fixtures" / "chain_sum.json").read_text())["rows"]
 ODD = ["5", "+5", "-5", "05", "5.0", "5,0", ",5", "5.", " 5", "5 ", "5x", "x5", "five", "", ",", "55", "5e0", "0.5e1", "5_0",
-       "NaN", "sNaN", "Infinity", "-Infinity", "0", "-0", "--5", "5-", "1E+999999999", "1/2", "٥", "５", "5\n", "the answer is 5"]  # fmt: skip
+       "NaN", "sNaN", "Infinity", "-Infinity", "0", "-0", "--5", "5-", "1E+999999999", "1/2", "\u0665", "\uff15", "5\n",
+       "the answer is 5"]  # fmt: skip
 SETTINGS = [((2, 2), (1, 2)), ((1, 3), (1, 1)), ((2, 6), (1, 4)), ((3, 3), (4, 4))]
 
 
@@ -110,7 +111,7 @@ def test_the_demonstration_scores_1_and_the_prompt_asks_for_its_format(how):
 
 
 def test_too_few_questions_is_one_line_with_the_fix():
-    with pytest.raises(ValueError, match="only .* distinct test questions of 256: raise max_terms or max_digits"):
+    with pytest.raises(ValueError, match=r"only .* distinct test questions of 256: raise max_terms or max_digits"):
         Arithmetic(min_terms=1, max_terms=1, max_digits=1).items("test")
 
 

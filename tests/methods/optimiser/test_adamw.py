@@ -75,7 +75,9 @@ def test_small_updates_are_not_lost_in_the_masters():
     assert float(rounded) == 1.0, "bf16 weights alone would have stood still"
 
 
-@pytest.mark.parametrize(("name", "value"), [("lr", -1e-6), ("lr", 11.0), ("beta1", 1.1), ("eps", -1.0), ("warmup", -1), ("lr", "1e-5")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", -1e-6), ("lr", 11.0), ("beta1", 1.1), ("eps", -1.0), ("warmup", -1), ("lr", "1e-5")]
+)
 def test_bounds(name, value):
     with pytest.raises(ValueError, match=rf"AdamW\.{name}"):
         AdamW(**{name: value})
