@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from oneloop.data import Prompt
 from oneloop.evaluation.accuracy import Measured, measure
@@ -24,6 +24,7 @@ from oneloop.state import State, write_file
 from oneloop.tracking import alarms
 from oneloop.tracking.run_directory import RunDirectory, RunError, damaged, surroundings
 
+T = TypeVar("T")
 Report = Callable[[int, Mapping[str, float]], None]
 
 
@@ -277,7 +278,21 @@ def run_to_end(session: Session, report: Report) -> bool:
         os.write(2, said.encode())  # print may be at work when the signal comes
 
     with on_signals(stop):
-        return asyncio.run(train(session, report))
+        return to_end(train(session, report))
+
+
+def to_end(work: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, which an Interrupted leaves without words about the tasks it went through."""
+
+    def say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), Interrupted):
+            loop.default_exception_handler(context)
+
+    async def main() -> T:
+        asyncio.get_running_loop().set_exception_handler(say)
+        return await work
+
+    return asyncio.run(main())
 
 
 def interrupt(signum: int, _: object) -> None:
@@ -302,6 +317,6 @@ def measured(session: Session, name: str) -> Measured:
     if path.exists():
         body = json.loads(path.read_text())
         return Measured(**{k: tuple(v) for k, v in body.items() if k != "summary"})
-    found = asyncio.run(evaluate(session))
+    found = to_end(evaluate(session))
     write_file(path, json.dumps(found.plain(), indent=1).encode())
     return found

@@ -69,7 +69,7 @@ def check_order(mechanism, batch):
 
 
 def with_strangers(batch: Batch, needs) -> tuple[Batch, np.ndarray]:
-    """The batch and, in the same groups, rows whose score is an error and rows of another origin; and which tokens were there."""
+    """The batch with failed rows and rows of another origin in the same groups; and which tokens were there before."""
     rows, out = list(batch.rows), []
     for i, r in enumerate(rows):
         out += [r]

@@ -38,7 +38,7 @@ ARMS = {
         Term(Divergence("reference"), weight=0.1, by=BY_GROUP),
         Term(Divergence("reference", "hinted", "forward"), weight=0.2, by=By("token", "all")),
     ),
-    "critic": (Term(Regress(clip=0.3), on="response"),),
+    "critic": (Term(Regress(clip=0.3), on="response"), Term(Regress(clip=0.3), on="observation", weight=0.5)),
     "rollout": (Term(Balance(), by=BY_ROLLOUT),),
     "group": (Term(Contrast(view="hinted"), by=BY_GROUP), Term(Policy(), by=By("fixed", length=7))),
     "batch": (Term(TailClip()),),
@@ -341,8 +341,12 @@ def naive(plainly: Plainly, arm: str, batch: Batch) -> torch.Tensor:
         hinted = torch.stack([plainly.kl(batch, k, hint=True, forward=True) for k in flat]).sum() / everyone
         return policy + 0.3 * nll + 0.1 * kl + 0.2 * hinted
     if arm == "critic":
-        everything = np.flatnonzero(is_response & ~np.array(failed))
-        return mean((plainly.value(batch, k) - batch.columns["return"][k]) ** 2 for k in everything)
+        good = ~np.array(failed)
+        squares = [
+            mean((plainly.value(batch, k) - batch.columns["return"][k]) ** 2 for k in np.flatnonzero(on & good))
+            for on in (is_response, ~is_response)
+        ]
+        return squares[0] + 0.5 * squares[1]
     if arm == "rollout":
         gaps = {r: torch.stack([plainly.logp(batch, k) - old[k] for k in ks]).sum() for r, ks in ours.items()}
         return mean((gaps[r] - float(np.mean(credit[ks]))) ** 2 for r, ks in ours.items())
