@@ -32,9 +32,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401 a child would import it anew in every life
 import transformers.modeling_utils
-import xxhash
+import transformers.models.llama.modeling_llama
 
 from oneloop import loop, session, state
 from oneloop.engine import core  # noqa: F401 as above

@@ -33,7 +33,7 @@ def extract(text: str, how: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...}, braces balanced."""
+    r"""The content of the last \boxed{...}, braces balanced."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

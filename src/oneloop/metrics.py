@@ -29,7 +29,7 @@ class Meter:
             self.totals[f"{prefix}/{name}"] = (total + pair[0], count + pair[1])
 
     def means(self) -> dict[str, float]:
-        """sum / count; a population that is empty has no mean and is left out."""
+        """Sum / count; a population that is empty has no mean and is left out."""
         return {k: s / n for k, (s, n) in sorted(self.totals.items()) if n > 0 and math.isfinite(s)}
 
 

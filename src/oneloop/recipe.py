@@ -1,5 +1,7 @@
-"""A recipe: a paper as a Python value. It holds what differs from the recipe it starts from; `diff` shows it, `check` refuses it
-before any weight is loaded, `override` changes it by dotted path."""
+"""A recipe: a paper as a Python value, holding what differs from the recipe it starts from.
+
+`diff` shows that, `check` refuses a recipe before any weight is loaded, `override` changes it by dotted path.
+"""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def load_arrays(path: Path) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """fsync a file or folder."""
+    """Fsync a file or folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -134,7 +134,7 @@ class Network:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if self.heads:
-            save_arrays({n: p for n, p in self.heads.state_dict().items()}, folder / HEADS)
+            save_arrays(self.heads.state_dict(), folder / HEADS)
         if self.masters:
             save_arrays(self.masters, folder / MASTERS)
 
@@ -173,7 +173,7 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 
 
 def perturbation(weights: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:
-    """scale x normal(seed) for every weight, in order of name, fp32: the same wherever it is regenerated."""
+    """Scale x normal(seed) for every weight, in order of name, fp32: the same wherever it is regenerated."""
     generator = torch.Generator().manual_seed(noise.seed)
     return {
         n: (noise.scale * torch.randn(weights[n].shape, generator=generator)).to(weights[n].device) for n in sorted(weights)

@@ -276,7 +276,7 @@ class Fixed:
 def coefficients(
     batch: Batch, objective: Objective, columns: Mapping[Need, Array], device: torch.device, dtype: torch.dtype
 ) -> tuple[Fixed, float, Metrics]:
-    """d loss / d live columns over the undivided batch, from values already read."""
+    """D loss / d live columns over the undivided batch, from values already read."""
     on = np.asarray(objective.on(batch), bool)
     index = torch.as_tensor(np.flatnonzero(on), device=device)
     needs = list(columns)

@@ -379,7 +379,7 @@ class _Worker:
             self._process.stderr.close()
 
 
-class _Stopped(Exception):  # noqa: N818 - the end of one call, not a fault
+class _Stopped(Exception):
     def __init__(self, kind: Kind, error: str) -> None:
         super().__init__(error)
         self.outcome = Outcome(kind, error=error)

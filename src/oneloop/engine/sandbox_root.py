@@ -24,7 +24,7 @@ REMEDY = (
 )
 
 
-class SandboxUnavailable(RuntimeError):  # noqa: N818 - read as a statement about the machine
+class SandboxUnavailable(RuntimeError):
     """The machine offers no isolation; the message says what to install or allow."""
 
 

@@ -16,6 +16,6 @@ class Backprop(Estimate):
     def __call__(
         self, engine: Engine, model: str, batch: Batch, objective: Objective, state: State, rng: Rng
     ) -> tuple[Any, Metrics, State]:
-        """name -> gradient."""
+        """Name -> gradient."""
         direction, metrics = engine.pull(model, batch, objective)
         return direction, metrics, state

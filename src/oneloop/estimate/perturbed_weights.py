@@ -21,7 +21,7 @@ class PerturbedWeights(Estimate):
     def __call__(
         self, engine: Engine, model: str, batch: Batch, objective: Objective, state: State, rng: Rng
     ) -> tuple[Any, Metrics, State]:
-        """name -> direction. Raises ValueError where a rollout of the policy stream was sampled without noise."""
+        """Name -> direction. Raises ValueError where a rollout of the policy stream was sampled without noise."""
         on_N = batch.streams["policy"] > 0
         tokens_R = rows_sum(batch, 1.0 * on_N)
         credit_R = rows_sum(batch, batch.columns["credit"] * on_N) / tokens_R.clip(1)

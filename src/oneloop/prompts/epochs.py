@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-
 from oneloop.data import Prompt, Request, State
 from oneloop.stages import Prompts, Resources, Rng, setting
 
