@@ -5,15 +5,13 @@ until it is killed or done. Half of the moments are drawn by time, half by count
 or after its n-th one, or in the middle of its n-th write. After every death the parent looks at what is left; after every run that got
 to its end it compares it with an undisturbed one.
 
-    python benchmarks/kill_anywhere.py --kills 200 --out docs/evidence/kill_anywhere.json
+    python benchmarks/kill_anywhere.py --kills 200 --out docs/evidence
     python benchmarks/kill_anywhere.py --kills 20 --fault plain_files --only writes    # a negative control: must find damage
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import builtins
 import hashlib
 import json
 import os
@@ -23,21 +21,16 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-import transformers.modeling_utils
-import transformers.models.llama.modeling_llama
+import transformers.models.llama.modeling_llama  # noqa: F401 a child would import it anew in every life
+from killed_life import FAULTS, Death, Journal, live
 
-from oneloop import loop, session, state
 from oneloop.engine import core  # noqa: F401 as above
-from oneloop.engine.device import cpu_flags
 from oneloop.environments.echo import Echo
 from oneloop.evaluation.intervals import wilson
 from oneloop.lab.tiny import tiny_model
@@ -46,9 +39,8 @@ from oneloop.recipe import Evaluate, Recipe, learner
 from oneloop.recipes.grpo import recipe as grpo
 from oneloop.stages import Model
 from oneloop.tracking import rollout_log, run_directory
+from oneloop.tracking.evidence import Evidence, Figure, here, write
 
-POINTS = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")
-WRITES = ("write", "save_file")
 WEIGHTS = ("model.safetensors", "masters.safetensors")
 
 
@@ -67,207 +59,7 @@ def tiny_recipe(model: Path, steps: int) -> Recipe:
     )
 
 
-# ---------------------------------------------------------------------- a life, in the child
-
-
-@dataclass
-class Death:
-    """When a life ends: `seconds` after its start (the parent kills), or at its n-th point or write (it kills itself)."""
-
-    seconds: float | None = None
-    point: int = 0
-    when: str = "before"  # after; torn: in the middle of the n-th write
-
-
-@dataclass
-class Journal:
-    """What a child did, line by line, readable after its death: phases, steps sampled and replayed, points."""
-
-    path: Path
-    points: int = 0
-    writes: int = 0
-    phases: list[str] = field(default_factory=lambda: ["start"])
-
-    def __post_init__(self) -> None:
-        self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-    def note(self, *words: Any) -> None:
-        os.write(self.fd, (" ".join(map(str, words)) + "\n").encode())
-
-    @contextmanager
-    def phase(self, name: str):
-        self.phases.append(name)
-        self.note("phase", name)
-        try:
-            yield
-        finally:
-            self.phases.pop()
-            self.note("phase", self.phases[-1])
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Torn:
-    """A file that dies in the middle of the write that is the fatal point."""
-
-    def __init__(self, file: Any, journal: Journal, death: Death) -> None:
-        self.file, self.journal, self.death = file, journal, death
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-    def __enter__(self) -> Torn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def write(self, content: bytes) -> int:
-        with point(self.journal, self.death, "write") as is_torn:
-            if is_torn:
-                self.file.write(content[: len(content) // 2])
-                self.file.flush()
-                die()
-            return self.file.write(content)
-
-
-@contextmanager
-def point(journal: Journal, death: Death, name: str):
-    """One call that changes the disk. Yields whether it is to be cut in the middle."""
-    journal.points += 1
-    journal.writes += name in WRITES
-    is_torn = death.when == "torn" and name in WRITES and journal.writes == death.point
-    is_fatal = is_torn or (death.when != "torn" and journal.points == death.point)
-    if is_fatal:
-        journal.note("dying", death.when, name)
-    if is_fatal and death.when == "before":
-        die()
-    yield is_torn
-    if is_fatal:
-        die()
-
-
-def hook_disk(journal: Journal, death: Death) -> None:
-    """Counts every call that changes the disk."""
-
-    def counted(name: str, real: Any) -> Any:
-        def call(*a: Any, **k: Any) -> Any:
-            with point(journal, death, name):
-                return real(*a, **k)
-
-        return call
-
-    for name in POINTS:
-        setattr(os, name, counted(name, getattr(os, name)))
-
-    def opened(path: Any, mode: str = "r", *a: Any, **k: Any) -> Any:
-        file = builtins.open(path, mode, *a, **k)
-        return Torn(file, journal, death) if "b" in mode else file
-
-    for module in (state, run_directory):
-        module.open = opened
-
-    def save_file(tensors: Any, path: Any, metadata: Any = None) -> None:
-        with point(journal, death, "save_file") as is_torn:
-            content = safetensors.torch.save(tensors, metadata)
-            Path(path).write_bytes(content[: len(content) // 2] if is_torn else content)
-
-    safetensors.torch.save_file = save_file
-    transformers.modeling_utils.safe_save_file = save_file
-
-
-def hook_phases(journal: Journal) -> None:
-    """Notes where the run is, and which steps it samples and which it learns again from the log."""
-
-    def marked(owner: Any, attribute: str, phase: str) -> None:
-        real = getattr(owner, attribute)
-
-        def call(*a: Any, **k: Any) -> Any:
-            with journal.phase(phase):
-                return real(*a, **k)
-
-        setattr(owner, attribute, call)
-
-    marked(session, "_open", "open")
-    marked(session, "save", "checkpoint")
-    marked(loop, "learn", "learn")
-    marked(run_directory, "remove_folder", "prune")
-    marked(run_directory.RunDirectory, "measure", "metrics")
-    marked(run_directory.RunDirectory, "rewind", "rewind")
-    marked(rollout_log.RolloutLog, "forget_before", "prune")
-    collect, write, evaluate = loop.collect, rollout_log.RolloutLog.write, session.evaluate
-
-    async def collecting(run: Any, requests: Any, fresh: Any) -> Any:
-        is_logged = run.log.path(run.state.step, fresh.rounds).exists()
-        journal.note("begin", run.state.step)
-        with journal.phase("replay" if is_logged else "collect"):
-            out = await collect(run, requests, fresh)
-        journal.note("replayed" if out.replayed else "sampled", run.state.step)
-        return out
-
-    def writing(self: Any, step: int, *a: Any) -> None:
-        with journal.phase("log"):
-            write(self, step, *a)
-        journal.note("logged", step)
-
-    async def evaluating(s: Any) -> Any:
-        with journal.phase("evaluate"):
-            return await evaluate(s)
-
-    loop.collect, rollout_log.RolloutLog.write, session.evaluate = collecting, writing, evaluating
-
-
-def plain_files() -> None:
-    """Fault: files written in place, not beside and renamed."""
-
-    def write(path: Path, content: bytes) -> None:
-        with state.open(path, "wb") as f:
-            f.write(content)
-
-    for module in (state, rollout_log, run_directory, session):
-        module.write_file = write
-
-
-def plain_folders() -> None:
-    """Fault: checkpoints written in place."""
-
-    @contextmanager
-    def folder(path: Path):
-        path.mkdir(parents=True, exist_ok=True)
-        yield path
-
-    run_directory.whole_folder = folder
-
-
-def forgetful() -> None:
-    """Fault: the log is never read, so that logged steps are sampled again."""
-    rollout_log.RolloutLog.read = lambda *_: None
-
-
-FAULTS = {f.__name__: f for f in (plain_files, plain_folders, forgetful)}
-
-
-def live(run: Path, recipe: Recipe, journal: Journal, death: Death, draw: random.Random, fault: str = "") -> None:
-    """One life; never returns."""
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        hook_disk(journal, death)
-        hook_phases(journal)
-        if fault:
-            FAULTS[fault]()
-        session.load_recipe = lambda name: recipe
-        session.is_due = lambda s: draw.random() < 0.4  # in earnest it goes by time: here any step may be saved
-        s = session.resume(run) if (run / "run.json").exists() else session.start("kill_anywhere", [], run)
-        with closing(s):
-            asyncio.run(session.train(s))
-        journal.note("points", journal.points, journal.writes)
-        code = 0
-    except BaseException:
-        journal.note("failed", json.dumps(traceback.format_exc()))
-    os._exit(code)
+# ---------------------------------------------------------------------- lives
 
 
 def spawn(*life: Any) -> int:
@@ -284,7 +76,9 @@ def end(pid: int, seconds: float | None) -> int | None:
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            return None if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else os.waitstatus_to_exitcode(status)
+            return (
+                None if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else os.waitstatus_to_exitcode(status)
+            )
         if time.monotonic() > until:
             os.kill(pid, signal.SIGKILL)
             seconds = until = 1e18
@@ -384,7 +178,9 @@ def wrong_in_life(before: set[int], newest: int, journal: list[str]) -> list[str
     did = [(line.split()[0], int(line.split()[1])) for line in journal if line.startswith(("sampled ", "begin "))]
     again = sorted({s for what, s in did if what == "sampled" and s in before and s >= newest})
     old = sorted({s for _, s in did if s < newest})
-    failed = [json.loads(line.removeprefix("failed ")).strip().splitlines()[-1] for line in journal if line.startswith("failed ")]
+    failed = [
+        json.loads(line.removeprefix("failed ")).strip().splitlines()[-1] for line in journal if line.startswith("failed ")
+    ]
     out = [f"sampled again: {again}"] if again else []
     return out + ([f"done again: {old}"] if old else []) + [f"cannot go on: {f}" for f in failed]
 
@@ -493,34 +289,30 @@ def one_run(run: Path, recipe: Recipe, reference: Reference, tally: Tally, args:
             return
 
 
-def commit() -> str:
-    """The commit this ran on."""
-    return run_directory._commit() or "unknown"
-
-
-def evidence(tally: Tally, reference: Reference, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """As docs/evidence wants it."""
+def evidence(tally: Tally, reference: Reference, args: argparse.Namespace) -> Evidence:
+    """What docs/evidence/kill_anywhere.json holds."""
     bad = len({w.split(": ")[0] for w in tally.wrong})
-    low, high = wilson(bad, tally.kills)
-    return {
-        "what": "kill -9 at moments drawn at random over whole runs; resumed each time until the run was done",
-        "recipe": f"grpo on echo, a random 2-layer Llama, {reference.steps} steps, lag 0, fp32, 1 thread",
-        "seeds": [args.seed],
-        "metric": "kills after which something but the step in flight was lost, or the run came out otherwise than undisturbed",
-        "effect": {"bad": bad, "kills": tally.kills, "share": bad / max(1, tally.kills)},
-        "interval": {"level": 0.95, "low": low, "high": high, "method": "Wilson"},
-        "lives": tally.lives,
-        "runs_to_the_end": tally.runs,
-        "steps_learnt_again_from_logs": tally.replayed,
-        "killed_during": dict(tally.phases.most_common()),
-        "killed_by": dict(tally.means.most_common()),
-        "points_in_an_undisturbed_run": reference.points,
-        "seconds": round(seconds, 1),
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "cpu_flags": list(cpu_flags()),
-        "cores": os.cpu_count(),
+    lost = "kills after which more than the step in flight was lost, or the run came out otherwise than undisturbed"
+    figures = {
+        "lost": Figure(bad / tally.kills, wilson(bad, tally.kills), "share", f"{lost}; Wilson's interval over all kills"),
+        "kills": Figure(
+            tally.kills, None, "count", "kill -9 at a moment drawn at random, counted where the process died of it"
+        ),
+        "lives": Figure(tally.lives, None, "count", "processes, those that got to the end included"),
+        "runs": Figure(tally.runs, None, "count", "runs that got to their end and were compared with an undisturbed one"),
+        "replayed": Figure(tally.replayed, None, "count", "steps learnt again from the log after a kill"),
     }
+    counts = {"killed_during": dict(tally.phases.most_common()), "killed_by": dict(tally.means.most_common())}
+    return Evidence(
+        name="kill_anywhere",
+        recipe="grpo",
+        changes=("echo task", "random 2-layer Llama, fp32", f"steps={reference.steps}", "lag=0", "1 thread"),
+        seeds=(args.seed,),
+        figures=figures,
+        runs=({"seed": args.seed, **counts, "points_in_an_undisturbed_run": reference.points},),
+        command=f"python benchmarks/kill_anywhere.py --kills {args.kills} --seed {args.seed} --steps {args.steps}",
+        **here(["killed_by: by the clock, or before, after or in the middle of a call that changes the disk"]),
+    )
 
 
 def main() -> None:
@@ -530,9 +322,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", choices=("", "time", "points", "writes"), default="")
     parser.add_argument("--fault", choices=("", *FAULTS), default="")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="folder for kill_anywhere.json")
     args = parser.parse_args()
-    begin, folder, tally = time.monotonic(), Path(tempfile.mkdtemp(prefix="kill_anywhere.")), Tally()
+    folder, tally = Path(tempfile.mkdtemp(prefix="kill_anywhere.")), Tally()
     try:
         make_model(folder / "model")
         recipe = tiny_recipe(folder / "model", args.steps)
@@ -546,12 +338,10 @@ def main() -> None:
             print(f"{tally.kills} kills, {tally.runs} runs to the end, {len(tally.wrong)} wrong", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    found = evidence(tally, reference, args, time.monotonic() - begin)
-    print(json.dumps(found, indent=1))
+    print(json.dumps({"phases": tally.phases, "means": tally.means, "replayed": tally.replayed}, indent=1))
     print("\n".join(tally.wrong))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(evidence(tally, reference, args), args.out)
     sys.exit(1 if tally.wrong else 0)
 
 

@@ -73,8 +73,7 @@ def pack(rows: Sequence[Rollout], step: int) -> Batch:
         "turn_start": (position_N == 0) & ours,
     }
     streams = {
-        str(o): 1.0 * ((origin_N == o) & response & (sampled | (o != "policy")))
-        for o in sorted({"policy", *origin_R.tolist()})
+        str(o): 1.0 * ((origin_N == o) & response & (sampled | (o != "policy"))) for o in sorted({"policy", *origin_R.tolist()})
     }
     columns: dict[Need | str, Array] = {k: v for k, v in c.items() if k not in ("ids", "cut")}
     columns["score"] = np.array(value, float)
@@ -147,9 +146,7 @@ def write(batch: Batch, written: Map) -> Batch:
             raise ValueError(f"{name} has shape {value.shape}: its first axis must be {' or '.join(map(str, sizes))}")
         if name.startswith("stream."):
             if not np.isfinite(value).all() or (value < 0).any():
-                raise ValueError(
-                    f"{name} must be finite and not negative: a stream is a weight; use the credit for signs"
-                )
+                raise ValueError(f"{name} must be finite and not negative: a stream is a weight; use the credit for signs")
             streams[name.removeprefix("stream.")] = value
         else:
             columns[name] = value
@@ -163,7 +160,5 @@ def with_views(batch: Batch, needs: Sequence[Need | str], views: Mapping[str, Ca
     for view, per_row in new.items():
         for row, contexts in zip(batch.rows, per_row, strict=True):
             if len(contexts) != len(row.turns):
-                raise ValueError(
-                    f"view {view} gave {len(contexts)} contexts for the {len(row.turns)} turns of {row.id}"
-                )
+                raise ValueError(f"view {view} gave {len(contexts)} contexts for the {len(row.turns)} turns of {row.id}")
     return replace(batch, contexts={**batch.contexts, **new})

@@ -123,5 +123,5 @@ def _alarm(collected: Collected, allowed: float) -> None:
         worst, count = Counter(failed).most_common(1)[0]
         raise TooManyErrors(
             f"{len(failed)} of {total} rollouts failed (allowed: {allowed:.0%}), {count} of them with: {worst}. "
-            "Mend it, or raise the recipe's max_errors"
+            "Mend the cause, or start a new run with another reward or a higher max_errors"
         )

@@ -138,9 +138,7 @@ def _sources(r: Recipe, who: str, need: Need, written: set[str]) -> list[str]:
         if head != need.what and model and head not in model.heads:
             out.append(f"{who} reads head {head!r} of {need.of[0].model}: give the model heads=({head!r},)")
         elif head == need.what and need.what not in ("logp", "entropy"):
-            out.append(
-                f"{who} asks for {need.what!r}: the engine reads logp, entropy, value.<head> and functions of logits"
-            )
+            out.append(f"{who} asks for {need.what!r}: the engine reads logp, entropy, value.<head> and functions of logits")
     out += [f"{who} hands column {c!r} into the chunk, which nothing writes" for c in need.also if c not in written]
     return out
 

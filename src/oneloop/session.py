@@ -52,6 +52,11 @@ class Session:
     save_cost: float | None = None
     stopped_by: int = 0
 
+    @property
+    def engine(self) -> Any:
+        """The run's, and what the loop need not know of it: digests, networks, the sampling service."""
+        return self.run.engine
+
     def close(self) -> None:
         """Sandbox and folder."""
         self.sandbox.close()
@@ -87,7 +92,7 @@ def start(name: str, changes: Sequence[str], out: Path, *, report: bool = False)
             "resolved": plain(recipe),
         }
         session = _open(recipe, folder, None)
-        folder.begin({**asked, "digests": dict(session.run.engine.digests)})
+        folder.begin({**asked, "digests": dict(session.engine.digests)})
         session.is_reporting = report
     except BaseException:
         if session is not None:
@@ -119,7 +124,7 @@ def resume(out: Path) -> Session:
             if type(error).__name__ != "SafetensorError" or found is None:
                 raise
             raise damaged(found[1].parent, error) from None
-        if found is None and dict(session.run.engine.digests) != asked["digests"]:
+        if found is None and dict(session.engine.digests) != asked["digests"]:
             raise RunError(f"the start weights of {out} have changed: the model it began with is needed to go on")
         session.later = folder.rewind(session.run.state.step)
         session.history = list(folder.measured())
@@ -183,9 +188,7 @@ def _open(recipe: Recipe, folder: RunDirectory, found: tuple[State, Path] | None
         task = type(recipe.environment).__name__.lower()
         prompts = [engine.prompt(i, task) for i in items]
         test = [engine.prompt(i, task) for i in recipe.environment.items("test")[: recipe.evaluate.problems]]
-        resources = Resources(
-            prompts, items, engine.encode, engine.text, engine.tokenizer.eos_token_id or 0, sandbox.call
-        )
+        resources = Resources(prompts, items, engine.encode, engine.text, engine.tokenizer.eos_token_id or 0, sandbox.call)
         mechanisms = {n: m.open(resources) for n, m in recipe.mechanisms().items()}
     except BaseException:
         sandbox.close()
@@ -208,15 +211,14 @@ async def train(session: Session, report: Report = lambda step, metrics: None) -
     """Steps until the recipe's end; True if it got there, False if asked to stop. Saved either way."""
     run, recipe, folder = session.run, session.recipe, session.folder
     session.began = session.clock()
-    bounds = alarms.bounds_of(network.dtype for network in run.engine.networks.values())
+    bounds = alarms.bounds_of(network.dtype for network in session.engine.networks.values())
     while run.state.step < recipe.steps and not session.stopped_by:
-        now, begin, sampled = run.state.step, time.perf_counter(), run.engine.service.sampled_tokens
+        now, begin, sampled = run.state.step, time.perf_counter(), session.engine.service.sampled_tokens
         metrics = await step(run)
         seconds = time.perf_counter() - begin
-        metrics |= {"time/step": seconds, "time/tokens_per_second": (run.engine.service.sampled_tokens - sampled) / seconds}
-        if every := recipe.evaluate.every:
-            if run.state.step % every == 0:
-                metrics |= await _validate(session)
+        metrics |= {"time/step": seconds, "time/tokens_per_second": (session.engine.service.sampled_tokens - sampled) / seconds}
+        if (every := recipe.evaluate.every) and run.state.step % every == 0:
+            metrics |= await _validate(session)
         metrics |= alarms.check(metrics, session.history, bounds)
         session.history.append(metrics)
         folder.measure(now, metrics)
@@ -244,7 +246,7 @@ def is_due(session: Session) -> bool:
 
 def guess_cost(session: Session) -> float:
     """Seconds to write masters, moments and weights at 200 MB/s, and half of one for the small files and flushing."""
-    numbers = sum(w.numel() for net in session.run.engine.networks.values() for w in net.masters.values())
+    numbers = sum(w.numel() for net in session.engine.networks.values() for w in net.masters.values())
     return 0.5 + numbers * 14 / 200e6
 
 
@@ -278,10 +280,10 @@ def run_to_end(session: Session, report: Report) -> bool:
         os.write(2, said.encode())  # print may be at work when the signal comes
 
     with on_signals(stop):
-        return to_end(train(session, report))
+        return to_end(train, session, report)
 
 
-def to_end(work: Coroutine[Any, Any, T]) -> T:
+def to_end(work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
     """asyncio.run, which an Interrupted leaves without words about the tasks it went through."""
 
     def say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -290,7 +292,7 @@ def to_end(work: Coroutine[Any, Any, T]) -> T:
 
     async def main() -> T:
         asyncio.get_running_loop().set_exception_handler(say)
-        return await work
+        return await work(*arguments)
 
     return asyncio.run(main())
 
@@ -317,6 +319,6 @@ def measured(session: Session, name: str) -> Measured:
     if path.exists():
         body = json.loads(path.read_text())
         return Measured(**{k: tuple(v) for k, v in body.items() if k != "summary"})
-    found = to_end(evaluate(session))
+    found = to_end(evaluate, session)
     write_file(path, json.dumps(found.plain(), indent=1).encode())
     return found

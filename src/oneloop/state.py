@@ -64,9 +64,7 @@ def flatten(tree: Any, arrays: dict[str, Any], path: str = "") -> Any:
         return tree
     if isinstance(tree, np.generic):
         return tree.item()
-    raise TypeError(
-        f"state {path} is a {type(tree).__name__}: a mechanism's state holds numbers, text, arrays, lists, dicts"
-    )
+    raise TypeError(f"state {path} is a {type(tree).__name__}: a mechanism's state holds numbers, text, arrays, lists, dicts")
 
 
 def restore(tree: Any, arrays: Mapping[str, Any]) -> Any:

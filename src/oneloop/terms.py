@@ -78,7 +78,8 @@ class Sum:
         self.needs = [n for job in self.jobs for n in sorted(job.term.loss.needs, key=str) if isinstance(n, Need)]
         self.live = frozenset(n for n in self.needs if n.is_live)
         self.couples: Couples = max(  # pyright: ignore[reportAttributeAccessIssue]
-            (job.term.loss.couples for job in self.jobs), key=COUPLES.index, default="token")
+            (job.term.loss.couples for job in self.jobs), key=COUPLES.index, default="token"
+        )
 
     def on(self, part: Batch) -> Array:
         """Tokens some term reads (bool, N)."""

@@ -172,7 +172,10 @@ def test_an_oracle_row_is_learnt_from_without_sampling_log_probs(opened, toy):
 def test_a_trainable_head_learns_its_target(opened, toy, tiny):
     recipe = toy(
         assign=(shapes.Returns(),),
-        models={"policy": Model(str(tiny), dtype="float32"), "critic": Model("policy", heads=("value",), blocks=1, dtype="float32")},
+        models={
+            "policy": Model(str(tiny), dtype="float32"),
+            "critic": Model("policy", heads=("value",), blocks=1, dtype="float32"),
+        },
         learners={
             "policy": learner(lr=0.0),
             "critic": learner(Term(Regress(), on="response"), model="critic", lr=1e-2),

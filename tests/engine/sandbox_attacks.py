@@ -220,9 +220,7 @@ def sleep(seconds, result):
 
 
 def signals(pid):
-    names = {
-        f"{n} to 1": lambda n=n: os.kill(1, n) for n in (signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
-    }
+    names = {f"{n} to 1": lambda n=n: os.kill(1, n) for n in (signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)}
     tried(names)
     with suppress(OSError):
         os.kill(-1, signal.SIGKILL)

@@ -307,9 +307,7 @@ def test_end_tokens():
     assert len(free.ids) == 30
     second, fifth = free.ids[1], free.ids[4]
     first_place = min(free.ids.index(second), free.ids.index(fifth))
-    stopped = Decoder(model).run([job([5, 6], 30, seed=3, stop=(second, fifth, 96 if 96 not in free.ids else second))])[
-        0
-    ]
+    stopped = Decoder(model).run([job([5, 6], 30, seed=3, stop=(second, fifth, 96 if 96 not in free.ids else second))])[0]
     assert stopped.finish == "stop"
     assert stopped.ids == free.ids[: first_place + 1]
     assert len(stopped.logp) == len(stopped.ids)

@@ -43,17 +43,13 @@ def test_flags_of_this_machine_are_words():
     assert pick_dtype() in (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("wish", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
-)
+@pytest.mark.parametrize(("wish", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)])
 def test_a_wish_is_granted_on_any_processor(wish, dtype):
     assert pick_dtype(wish, "cpu", cpuinfo=AVX2) is dtype
     assert pick_dtype(str(dtype).removeprefix("torch."), "cpu", cpuinfo=AMX) is dtype
 
 
-@pytest.mark.parametrize(
-    ("wish", "says"), [("bf61", "did you mean 'bf16'"), ("int3", "the names are"), ("fp16", "bf16 or")]
-)
+@pytest.mark.parametrize(("wish", "says"), [("bf61", "did you mean 'bf16'"), ("int3", "the names are"), ("fp16", "bf16 or")])
 def test_a_dtype_that_is_none(wish, says):
     with pytest.raises(ModelError, match=says):
         pick_dtype(wish, "cpu")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from oneloop.tracking import evidence
 from tests.promises.lives import surroundings
 
 pytestmark = pytest.mark.slow
@@ -23,12 +23,13 @@ def kill(*arguments: str) -> tuple[int, str]:
 
 
 def test_a_dozen_kills_lose_nothing(tmp_path):
-    code, said = kill("--kills", "12", "--seed", "3", "--out", str(tmp_path / "kills.json"))
+    code, said = kill("--kills", "12", "--seed", "3", "--out", str(tmp_path))
     assert code == 0, said
-    found = json.loads((tmp_path / "kills.json").read_text())
-    assert found["effect"] == {"bad": 0, "kills": 12, "share": 0.0}
-    assert found["runs_to_the_end"] > 0
-    assert found["steps_learnt_again_from_logs"] > 0
+    found = evidence.read(tmp_path / "kill_anywhere.json").figures
+    assert found["lost"].effect == 0
+    assert found["kills"].effect == 12
+    assert found["runs"].effect > 0
+    assert found["replayed"].effect > 0
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def test_a_model_that_is_none(tiny, tmp_path):
         assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_something_already(copy, mine, tmp_path):
     before = sorted((p, p.stat().st_mtime_ns) for p in copy.rglob("*") if p.name != ".lock")
     refused(oneloop("train", mine, "--out", copy), "already holds a run", f"oneloop resume {copy}", "--out")
@@ -161,6 +162,7 @@ def test_a_folder_that_holds_something_already(copy, mine, tmp_path):
     refused(oneloop("train", mine, "--out", mine), "cannot be written", "--out")
 
 
+@pytest.mark.slow
 def test_a_run_in_use(copy):
     import fcntl
 
@@ -169,6 +171,7 @@ def test_a_run_in_use(copy):
         refused(oneloop("resume", copy), "in use by another process")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_what_it_was(copy, begun, tiny):
     run_json = copy / "run.json"
     good = run_json.read_text()
@@ -190,6 +193,7 @@ def test_a_run_that_is_not_what_it_was(copy, begun, tiny):
         file.write_text(was)
 
 
+@pytest.mark.slow
 def test_a_log_that_is_damaged_or_of_another_version(copy):
     import msgpack
     import xxhash

@@ -33,7 +33,9 @@ def test_from_measuring_to_the_picture_and_killed_half_way(tiny, tmp_path):
     looks_right(whole, tmp_path / "whole")
     run = tmp_path / "run"
     process = subprocess.Popen(
-        command("quickstart", "--recipe", file, "steps=30", "--out", run), stdout=subprocess.PIPE, text=True,
+        command("quickstart", "--recipe", file, "steps=30", "--out", run),
+        stdout=subprocess.PIPE,
+        text=True,
         env={**surroundings(), "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout

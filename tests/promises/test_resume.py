@@ -23,6 +23,7 @@ from oneloop.tracking.run_directory import RunDirectory, RunError
 from tests.promises.lives import end, live, metrics
 
 N = 3
+OTHERS = ("minibatches", "refill", "reference", "adapter", "bfloat16", "supervised")
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def in_two(lives, recipe: Recipe, *, save: bool = True) -> dict:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
-@pytest.mark.parametrize("name", ["grpo", "minibatches", "refill", "reference", "adapter", "bfloat16", "supervised"])
+@pytest.mark.parametrize("name", ["grpo", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def test_2n_steps_are_n_and_n(lives, toy, tiny, name):
     recipe = recipes(toy, tiny)[name]
     expected = whole(lives, recipe)
@@ -108,7 +109,7 @@ def forget_weights(monkeypatch):
     monkeypatch.setattr(Network, "restore", lambda self, folder: None)
 
 
-@pytest.mark.parametrize("forget", [forget_prompts, forget_moments, forget_weights])
+@pytest.mark.parametrize("forget", [forget_prompts, forget_moments, pytest.param(forget_weights, marks=pytest.mark.slow)])
 def test_what_is_not_restored_is_noticed(lives, toy, tiny, monkeypatch, forget):
     """The negative control of the promise: each part of the state is needed for it."""
     recipe = recipes(toy, tiny)["grpo"]
@@ -117,6 +118,7 @@ def test_what_is_not_restored_is_noticed(lives, toy, tiny, monkeypatch, forget):
     assert in_two(lives, recipe) != expected
 
 
+@pytest.mark.slow
 def test_masters_and_not_rounded_weights_are_restored(lives, toy, tiny, monkeypatch):
     recipe = recipes(toy, tiny)["bfloat16"]
     expected = whole(lives, recipe)
@@ -131,6 +133,7 @@ def test_masters_and_not_rounded_weights_are_restored(lives, toy, tiny, monkeypa
     assert in_two(lives, recipe) != expected
 
 
+@pytest.mark.slow
 def test_a_log_newer_than_the_checkpoint_is_learnt_from_and_not_sampled_again(lives, toy, tiny):
     recipe = recipes(toy, tiny)["grpo"]
     expected = whole(lives, recipe)
@@ -161,6 +164,7 @@ def test_the_first_rollout_after_a_resume_is_sampled_by_the_checkpoints_weights(
     assert run.run.state.digests["policy"] != saved
 
 
+@pytest.mark.slow
 def test_at_lag_1_logged_steps_are_exact_and_older_weights_are_gone(lives, toy, tiny):
     recipe = session.override(recipes(toy, tiny)["grpo"], ["lag=1"])
     expected = whole(lives, recipe)
@@ -198,6 +202,7 @@ def test_other_versions_are_said(lives, toy, tmp_path):
     assert "began with 1.0" in run.notes[0]
 
 
+@pytest.mark.slow
 def test_damaged_and_foreign_logs_are_refused_before_anything_is_touched(lives, toy, tiny, tmp_path, monkeypatch):
     recipe = recipes(toy, tiny)["grpo"]
     expected = whole(lives, recipe)
@@ -220,6 +225,7 @@ def test_damaged_and_foreign_logs_are_refused_before_anything_is_touched(lives, 
     assert end(tmp_path / "run") == expected
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_leads_to_the_same(lives, toy, tiny, tmp_path):
     recipe = recipes(toy, tiny)["grpo"]
     expected = whole(lives, recipe)
@@ -233,7 +239,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_leads_to_the_same(li
         path = tmp_path / "run" / "checkpoints" / "000004" / name
         good = path.read_bytes()
         path.write_bytes(good[: len(good) // 2])
-        with pytest.raises(RunError, match="000004 is damaged .*: remove it and resume"):
+        with pytest.raises(RunError, match=r"000004 is damaged .*: remove it and resume"):
             lives(recipe)
         path.write_bytes(good)
     folder = RunDirectory(tmp_path / "run", is_new=False)
@@ -259,5 +265,5 @@ def test_changed_start_weights_are_refused(lives, toy, tiny, tmp_path):
     recipe = toy(models={"policy": Model(str(other), dtype="float32")})
     live(lives(recipe), 1, save=False)
     tiny_model(other, [f"w{i}" for i in range(8)], width=32, seed=1)
-    with pytest.raises(RunError, match="start weights .* have changed"):
+    with pytest.raises(RunError, match=r"start weights .* have changed"):
         lives(recipe)

@@ -58,7 +58,7 @@ def saved_at(
 @pytest.mark.parametrize("cost", [0.05, 3.0, 120.0])
 @pytest.mark.parametrize("wrong", [0.02, 1.0, 50.0])
 def test_saving_takes_under_5_percent_of_the_time_whatever_it_costs_and_was_guessed(step, cost, wrong, monkeypatch):
-    saves, share = saved_at(step=step, cost=cost, guess=wrong * cost, monkeypatch=monkeypatch)
+    _, share = saved_at(step=step, cost=cost, guess=wrong * cost, monkeypatch=monkeypatch)
     if 4000 * step > 4 * cost / 0.04 * max(1.0, wrong):  # a first guess that was too low has been paid back by then
         assert share < 0.05
         assert share > min(0.02, 0.5 * cost / step)  # and the share is used, as far as there are steps to save after

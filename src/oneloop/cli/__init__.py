@@ -79,7 +79,17 @@ def is_expected(error: Exception) -> bool:
     return bool(names & EXPECTED)
 
 
-EXPECTED = {"RecipeError", "RunError", "ModelError", "UnknownName", "TooManyErrors", "SandboxUnavailable", "LogError", "TaskError", "OtherRequests"}
+EXPECTED = {
+    "RecipeError",
+    "RunError",
+    "ModelError",
+    "UnknownName",
+    "TooManyErrors",
+    "SandboxUnavailable",
+    "LogError",
+    "TaskError",
+    "OtherRequests",
+}
 
 
 def os_error(error: OSError) -> str:

@@ -45,9 +45,7 @@ class TorchEngine:
             self.networks[name] = self._load(name, self._spec(spec, models), trains, source)
         self.tokenizer = load_tokenizer(next(iter(self.networks.values())).spec.source)
         self.version, self.digests = 0, {n: net.digest() for n, net in self.networks.items()}
-        self.kept: dict[str, deque[tuple[int, dict[str, Tensor], str]]] = {
-            n: deque(maxlen=lag) for n in self.networks if lag
-        }
+        self.kept: dict[str, deque[tuple[int, dict[str, Tensor], str]]] = {n: deque(maxlen=lag) for n in self.networks if lag}
         self.shadows: dict[str, torch.nn.Module] = {}
         self.starts: dict[str, Network] = {}
         self.service = Service(DecoderPool(self, slots), self.text, self.stop_ids())

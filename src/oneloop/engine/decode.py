@@ -238,9 +238,7 @@ class Decoder:
 
         """
         if self._waiting or self._busy:
-            raise RuntimeError(
-                "run() while other jobs are in flight would lose their answers: step() until they finish"
-            )
+            raise RuntimeError("run() while other jobs are in flight would lose their answers: step() until they finish")
         jobs = list(jobs)
         for job in jobs:
             self._check(job)

@@ -121,9 +121,7 @@ class SharedRows:
         if self._packed is None:
             self._packed = PackedLinears(self.model) if self._pack else contextlib.nullcontext()
         with _attending(self._configs), self._packed:
-            return self.model(
-                input_ids=ids, position_ids=positions, use_cache=False, **{kv.STATE: state}, **more
-            ).logits
+            return self.model(input_ids=ids, position_ids=positions, use_cache=False, **{kv.STATE: state}, **more).logits
 
     def vacate(self, row: int, *, is_wanted: bool) -> None:
         """Remove a row; the last row takes its place."""
@@ -309,9 +307,7 @@ def _probe(rows: Rows, model: torch.nn.Module) -> str:
     first, second = (tuple((start + 7 * i) % size for i in range(n)) for start, n in ((3, 4), (5, 9)))
     with evaluating(model):
         try:
-            traces = [
-                ([*ids], [logits]) for ids, logits in zip((first, second), rows.admit([first, second]), strict=True)
-            ]
+            traces = [([*ids], [logits]) for ids, logits in zip((first, second), rows.admit([first, second]), strict=True)]
             gone = []
             for step in range(5):
                 new = [(int(logits[-1].argmax()) + row + step) % size for row, (_, logits) in enumerate(traces)]

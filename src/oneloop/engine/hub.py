@@ -442,9 +442,7 @@ def _tokenizer(gguf: Path) -> Any:
     )
     bpe.decoder = decoders.ByteLevel()
     control = int(reader.TokenType.CONTROL)
-    special = [
-        token for token, type_ in zip(tokens, read("tokenizer.ggml.token_type"), strict=True) if type_ == control
-    ]
+    special = [token for token, type_ in zip(tokens, read("tokenizer.ggml.token_type"), strict=True) if type_ == control]
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     named = {f"{ours}_token": tokens[read(f"tokenizer.ggml.{theirs}_token_id")] for ours, theirs in ids.items()}

@@ -17,9 +17,7 @@ from transformers import AttentionInterface
 
 NAME = "oneloop_decode"  # the attention implementation's name in transformers
 STATE = "oneloop_decode_state"  # the keyword argument that carries a Prefill or a Decode to every layer
-CALL_COST = (
-    2_000  # one more call (some 40 us) costs as much as this many query-key pairs (some 0.02 us; ours, measured)
-)
+CALL_COST = 2_000  # one more call (some 40 us) costs as much as this many query-key pairs (some 0.02 us; ours, measured)
 # arguments that models hand to every attention function and that change nothing here
 HARMLESS = frozenset(
     (
@@ -155,9 +153,7 @@ class Prefill:
     bounds: list[int]
     windows: set[int | None] = field(default_factory=set)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: "How"
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: "How") -> torch.Tensor:
         """Store the keys and return causal attention within each context [1, N, H, D]."""
         self.windows.add(how.window)
         out = torch.empty_like(query.transpose(1, 2))
@@ -234,9 +230,7 @@ class Decode:
         """Position of each slot's new token [B, 1]."""
         return (self.prefix + self.own)[:, None]
 
-    def biases(
-        self, window: int | None, dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    def biases(self, window: int | None, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
         """Return the score biases (0 or -inf) of each prefix call [C, 1, G, L] and of the own keys [B, 1, 1, L].
 
         The third value marks slots [B, 1, 1] whose window has left the whole prefix behind, None where there are none.
@@ -299,9 +293,7 @@ class Decode:
         taken = q.index_select(0, call.take).view(C, -1, K, rep, D)
         G = taken.shape[1]
         folded = taken.transpose(1, 2).reshape(C, K, G * rep, D)
-        keys, values = (
-            side[layer][call.start : call.end].transpose(1, 2) for side in (call.store.keys, call.store.values)
-        )
+        keys, values = (side[layer][call.start : call.end].transpose(1, 2) for side in (call.store.keys, call.store.values))
         if bias.shape[2] > 1:  # a window: the mask differs between the queries of a context
             bias = bias.repeat_interleave(rep, dim=2)
         out, lse = _part(folded, keys, values, bias, how)
@@ -313,15 +305,11 @@ def _bias(is_open: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(is_open, dtype=dtype).masked_fill_(~is_open, -math.inf)
 
 
-def _part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, how: How
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, how: How) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention [C, K, Q, D] of queries [C, K, Q, D] to keys [C, K, L, D] and log normalisers [C, K, Q]."""
     if q.is_cpu and how.softcap is None and v.shape[-1] == q.shape[-1]:
         # keeps scores in float32 and never writes them out; 2 to 3 times as fast as two matmuls and a softmax
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=bias, scale=how.scale
-        )
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=how.scale)
     return _part_exact(q, k, v, bias, how)
 
 
@@ -404,9 +392,7 @@ def attention(  # noqa: PLR0913 - the signature is transformers'
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} looks both ways: not implemented here")
     if unknown or attention_mask is not None or dropout:
-        raise NotImplementedError(
-            f"attention asks for {', '.join(unknown) or 'a mask or dropout'}: not implemented here"
-        )
+        raise NotImplementedError(f"attention asks for {', '.join(unknown) or 'a mask or dropout'}: not implemented here")
     if not isinstance(state, Prefill | Decode):
         raise NotImplementedError(f"{type(module).__name__} does not hand extra arguments to its attention function")
     layer = getattr(module, "layer_idx", None)

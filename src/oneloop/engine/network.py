@@ -53,8 +53,7 @@ class Network:
         # what moves: what trains, or everything of a model that follows another (an average in bf16 would stand still)
         self.moving = self.parameters or (dict(module.named_parameters()) if spec.follow else {})
         self.masters: dict[str, Tensor] = {
-            n: p.detach() if p.dtype in (torch.float32, torch.float64) else p.detach().float()
-            for n, p in self.moving.items()
+            n: p.detach() if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in self.moving.items()
         }
 
     @property

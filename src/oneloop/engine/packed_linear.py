@@ -14,12 +14,7 @@ import torch
 def is_useful(model: torch.nn.Module) -> bool:
     """Tell whether the model is on a CPU that multiplies bf16 by oneDNN, in bf16."""
     weight = next(model.parameters(), None)
-    if (
-        weight is None
-        or not weight.is_cpu
-        or weight.dtype != torch.bfloat16
-        or not torch.backends.mkldnn.is_available()
-    ):
+    if weight is None or not weight.is_cpu or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -46,9 +41,7 @@ class PackedLinears:
         for module, forward in self._forwards:
             module.__dict__["forward"] = forward
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for module, _ in self._forwards:
             module.__dict__.pop("forward", None)
 

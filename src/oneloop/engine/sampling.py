@@ -116,7 +116,5 @@ def _search(weights: torch.Tensor, sums: torch.Tensor, running: torch.Tensor, un
 
 def _first_over(running: torch.Tensor, target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     over = torch.searchsorted(running, target.contiguous(), right=True)
-    last = torch.searchsorted(
-        running, total.contiguous(), right=False
-    )  # first to reach the total: the last of positive weight
+    last = torch.searchsorted(running, total.contiguous(), right=False)  # first to reach the total: the last of positive weight
     return torch.minimum(over, last).clamp_(max=running.shape[1] - 1)  # NaN sorts past the end

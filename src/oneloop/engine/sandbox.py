@@ -155,9 +155,7 @@ class Sandbox:
             raise ValueError(f"target {target!r}: must be 'module.path:function'")
         request = json.dumps({"target": target, "args": args}, allow_nan=False).encode()
         if self._is_closed or os.getpid() != self._owner:
-            raise RuntimeError(
-                "the sandbox is closed, or belongs to the process that this one was forked from: open one"
-            )
+            raise RuntimeError("the sandbox is closed, or belongs to the process that this one was forked from: open one")
         return self._threads.submit(self._run, target.partition(":")[0], request)
 
     def close(self) -> None:

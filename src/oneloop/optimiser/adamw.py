@@ -15,7 +15,10 @@ from oneloop.stages import Metrics, Optimiser, setting
 
 @dataclass(frozen=True)
 class AdamW(Optimiser):
-    """warmup: updates over which lr rises linearly from lr / warmup. max_norm 0 does not clip."""
+    """warmup: updates over which lr rises linearly from lr / warmup. decay: the update at which it has fallen linearly to 0.
+
+    decay 0 keeps lr; max_norm 0 does not clip.
+    """
 
     lr: float = setting(1e-6, low=0.0, high=10.0)
     beta1: float = setting(0.9, low=0.0, high=1.0, source="torch")
@@ -24,6 +27,7 @@ class AdamW(Optimiser):
     weight_decay: float = setting(0.0, low=0.0, high=1.0)
     max_norm: float = setting(1.0, low=0.0, high=1e9, source="TRL 1.16")
     warmup: int = setting(0, low=0, high=10**9, unit="updates")
+    decay: int = setting(0, low=0, high=10**9, unit="updates")
 
     def init(self) -> State:
         """No update yet; moments are made at the first."""
@@ -49,7 +53,7 @@ class AdamW(Optimiser):
                 if n not in moment:
                     moment[n] = torch.zeros_like(weights[n])
         updates = state["updates"]
-        lr = self.lr * min(1.0, (updates + 1) / max(1, self.warmup))
+        lr = self.rate(updates)
         adamw(
             [weights[n] for n in names],
             grads,
@@ -74,3 +78,8 @@ class AdamW(Optimiser):
         )
         metrics = {"grad_norm": (float(norm), 1.0), "lr": (lr, 1.0), "skipped": (0.0, 1.0)}
         return weights, {**state, "updates": updates + 1}, metrics
+
+    def rate(self, updates: int) -> float:
+        """The learning rate after so many updates."""
+        rise = min(1.0, (updates + 1) / max(1, self.warmup))
+        return self.lr * rise * (max(0.0, 1 - updates / self.decay) if self.decay else 1.0)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import pkgutil
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from oneloop.find import nearest
@@ -56,9 +56,8 @@ def _of_file(path: Path) -> Any:
     module_name, content = f"recipe_file_{path.stem}", path.read_bytes()
     module = sys.modules.get(module_name)
     if module is None or getattr(module, "content", None) != content:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec and spec.loader
-        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        module = sys.modules[module_name] = ModuleType(module_name)
+        module.__file__ = str(path)
         try:
             exec(compile(content, path, "exec"), vars(module))  # a recipe is code, as `python FILE` would run it
         except Exception as error:

@@ -1,7 +1,7 @@
 """The write-ahead log: what a step collected is on the disk before anything is learnt from it.
 
-One file a step and round, msgpack after the 128 bits of its digest, written whole or not at all. `resume` learns from it again instead of sampling again, so the
-same updates come out bit for bit. Floats keep their dtype and bits; nothing is unpickled.
+One file a step and round, msgpack after the 128 bits of its digest, written whole or not at all. `resume` learns from it again
+instead of sampling again, so the same updates come out bit for bit. Floats keep their dtype and bits; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RolloutLog:
 
     def write(self, step: int, round_: int, rows: Sequence[Rollout], errors: Errors) -> None:
         """Returns when it is on the disk."""
-        body = {"version": VERSION, "step": step, "round": round_, "rows": [pack(r) for r in rows], "errors": list(errors)}
-        content = msgpack.packb(body, default=_array)
+        body = {"version": VERSION, "step": step, "round": round_, "rows": list(rows), "errors": list(errors)}
+        content = bytes(msgpack.packb(body, default=plain) or b"")
         write_file(self.path(step, round_), _digest(content) + content)
 
     def read(self, step: int, round_: int) -> tuple[tuple[Rollout, ...], tuple[tuple[str, str], ...]] | None:
@@ -91,21 +91,16 @@ def _open(path: Path) -> dict[str, Any]:
     return body
 
 
-def pack(node: Any) -> Any:
-    """Nouns as plain maps; defaults are left out."""
-    if isinstance(node, Prompt | Noise | Span | Turn | Score | Rollout):
-        return {f.name: pack(getattr(node, f.name)) for f in fields(node)}
-    if isinstance(node, Mapping):
-        return {k: pack(v) for k, v in node.items()}
-    if isinstance(node, tuple | list):
-        return [pack(v) for v in node]
-    return node.item() if isinstance(node, np.generic) else node
-
-
-def _array(x: Any) -> Any:
-    """A numpy array as its dtype, shape and bytes."""
+def plain(x: Any) -> Any:
+    """What msgpack does not know: a noun as the map of its fields, an array as its dtype, shape and bytes."""
+    if isinstance(x, Prompt | Noise | Span | Turn | Score | Rollout):
+        return {f.name: getattr(x, f.name) for f in fields(x)}
     if isinstance(x, np.ndarray):
         return {"@dtype": x.dtype.str, "@shape": list(x.shape), "@bytes": np.ascontiguousarray(x).tobytes()}
+    if isinstance(x, np.generic):
+        return x.item()
+    if isinstance(x, Mapping):
+        return dict(x)
     raise TypeError(f"a rollout holds a {type(x).__name__}: info, meta and kept hold numbers, text, arrays, lists and maps")
 
 
@@ -116,7 +111,7 @@ def _object(x: dict[Any, Any]) -> Any:
 
 
 def rollout(m: Mapping[str, Any]) -> Rollout:
-    """The inverse of pack."""
+    """The inverse of plain."""
     turns = tuple(
         Turn(
             **{

@@ -81,3 +81,9 @@ def test_small_updates_are_not_lost_in_the_masters():
 def test_bounds(name, value):
     with pytest.raises(ValueError, match=rf"AdamW\.{name}"):
         AdamW(**{name: value})
+
+
+def test_decay_falls_linearly_to_nothing():
+    rates = [AdamW(lr=2.0, decay=4).rate(n) for n in range(6)]
+    assert rates == [2.0, 1.5, 1.0, 0.5, 0.0, 0.0]
+    assert [AdamW(lr=2.0, warmup=2, decay=4).rate(n) for n in range(3)] == [1.0, 1.5, 1.0]
