@@ -7,7 +7,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 # Without a GPU a plain `torch` may pull gigabytes of CUDA libraries, so this pin is installed first.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 20000
 
 .PHONY: quickstart test check format setup setup-dev clean
 

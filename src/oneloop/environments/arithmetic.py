@@ -8,7 +8,9 @@ Evidence grade: CODE.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, DecimalException
@@ -59,7 +61,10 @@ def in_test(text: str, share: float) -> bool:
 
 @dataclass(frozen=True)
 class Arithmetic(Environment):
-    """chain_sum. The test split holds distinct questions; the training split follows the generator's own frequencies."""
+    """chain_sum. Both splits follow the generator's own frequencies; the questions of the test split are distinct.
+
+    test_share is high since there are only 200 questions of two one-digit terms, of which a test split of 256 wants 128.
+    """
 
     min_terms: int = setting(2, low=1, high=20)
     max_terms: int = setting(2, low=1, high=20)
@@ -69,7 +74,7 @@ class Arithmetic(Environment):
     partial: bool = setting(False)
     train_size: int = setting(2048, low=1, high=10**7, unit="questions")
     test_size: int = setting(256, low=1, high=10**6, unit="questions")
-    test_share: float = setting(0.5, low=0.01, high=0.99, unit="of all possible questions")
+    test_share: float = setting(0.7, low=0.01, high=0.99, unit="of all possible questions")
     seed: int = setting(0, low=0, high=2**40)
 
     def __post_init__(self) -> None:
@@ -84,20 +89,44 @@ class Arithmetic(Environment):
         """Raises ValueError where the task has too few distinct questions for the split."""
         if split not in ("train", "test"):
             raise ValueError(f"split = {split!r}: 'train' or 'test'")
-        wanted, out, seen = self.train_size if split == "train" else self.test_size, [], set()
-        for i in range(wanted * 200):
-            text, answer = question(self.seed + i, (self.min_terms, self.max_terms), (self.min_digits, self.max_digits))
-            is_test = in_test(text, self.test_share)
-            if is_test != (split == "test") or (is_test and text in seen):
+        found = self._held_out() if split == "test" else self._training()
+        wanted = self.test_size if split == "test" else self.train_size
+        if len(found) < wanted:
+            raise ValueError(
+                f"arithmetic has only {len(found)} distinct {split} questions of {wanted}: "
+                "raise max_terms or max_digits, or lower test_size"
+            )
+        return [self._item(f"{split}-{i}", *self._draw(i)) for i in found]
+
+    def _draw(self, i: int) -> tuple[str, str]:
+        return question(self.seed + i, (self.min_terms, self.max_terms), (self.min_digits, self.max_digits))
+
+    def _training(self) -> list[int]:
+        """Draws in order, those of the other split left out."""
+        draws = (i for i in range(self.train_size * 200) if not in_test(self._draw(i)[0], self.test_share))
+        return list(itertools.islice(draws, self.train_size))
+
+    def _held_out(self) -> list[int]:
+        """Distinct questions, of each kind (how many terms and digits) as many as the generator draws.
+
+        A kind that has too few leaves its place to the others.
+        """
+        quota = Counter(self._kind(i) for i in range(self.test_size))
+        chosen, spare, seen = [], [], set()
+        for i in range(self.test_size * 200):
+            text, kind = self._draw(i)[0], self._kind(i)
+            if text in seen or not in_test(text, self.test_share):
                 continue
             seen.add(text)
-            out.append(self._item(f"{split}-{i}", text, answer))
-            if len(out) == wanted:
-                return out
-        raise ValueError(
-            f"arithmetic has only {len(out)} distinct {split} questions of {wanted}: "
-            "raise max_terms or max_digits, or lower test_size"
-        )
+            (chosen if quota[kind] > 0 else spare).append(i)
+            quota[kind] -= 1
+            if len(chosen) == self.test_size:
+                break
+        return sorted(chosen + spare[: self.test_size - len(chosen)])
+
+    def _kind(self, i: int) -> tuple[int, int]:
+        rng = random.Random(self.seed + i)
+        return rng.randint(self.min_terms, self.max_terms), rng.randint(self.min_digits, self.max_digits)
 
     def _item(self, name: str, text: str, answer: str) -> Item:
         meta = {

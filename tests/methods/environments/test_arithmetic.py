@@ -1,6 +1,7 @@
 """Questions and scores equal chain_sum's; splits share no question; what a user may get wrong is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_train_and_test_share_no_question(fields):
     assert not {asked(i) for i in train} & {asked(i) for i in test}
     assert len({asked(i) for i in test}) == len(test) == task.test_size
     assert len(train) == task.train_size
+
+
+def test_the_held_out_questions_follow_the_generators_frequencies():
+    def one_digit(text):
+        return max(map(len, re.findall(r"\d+", text))) == 1
+
+    drawn = sum(one_digit(question(i, (2, 2), (1, 2))[0]) for i in range(256))
+    assert sum(one_digit(asked(i)) for i in Arithmetic().items("test")) == drawn
+    assert 110 < drawn < 146
+    few = Arithmetic(test_share=0.2).items("test")  # 200 questions of one digit exist, so about 40 are held out
+    assert 25 < sum(one_digit(asked(i)) for i in few) < 60
+    assert len(few) == 256
 
 
 def test_every_seed_agrees_on_what_is_held_out():
