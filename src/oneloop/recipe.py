@@ -101,9 +101,9 @@ class Recipe:
             raise RecipeError("\n".join(f"recipe {self.name}: {p}" for p in problems))
 
 
-def learner(*terms: Term, lr: float = 1e-6, model: str = "policy", **more: Any) -> Learner:
+def learner(*terms: Term, lr: float = 1e-6, decay: int = 0, model: str = "policy", **more: Any) -> Learner:
     """A learner by backprop and AdamW."""
-    return Learner(model, terms or (Term(Policy()),), Backprop(), AdamW(lr=lr), **more)
+    return Learner(model, terms or (Term(Policy()),), Backprop(), AdamW(lr=lr, decay=decay), **more)
 
 
 def _unmet(r: Recipe) -> list[str]:

@@ -67,3 +67,19 @@ def test_a_head_that_does_more_is_refused(tiny):
     net.module.lm_head.register_forward_hook(lambda module, args, out: out + torch.arange(out.shape[-1]))
     with pytest.raises(ModelError, match="head does more than a linear map"):
         net.check_head()
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_checkpointing_recomputes_each_layer_and_changes_no_gradient(tiny, is_on):
+    def gradients(net):
+        calls = []
+        net.module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        hidden, _ = net.backbone([[1, 2, 3, 4], [1, 2, 5]])
+        (hidden * torch.arange(hidden.numel()).reshape(hidden.shape)).sum().backward()
+        return len(calls), {n: p.grad.clone() for n, p in net.parameters.items() if p.grad is not None}
+
+    num_calls, found = gradients(network(tiny, checkpoint=is_on))
+    _, plain = gradients(network(tiny))
+    assert num_calls == 1 + is_on
+    assert found.keys() == plain.keys()
+    assert all(torch.allclose(found[n], plain[n], rtol=1e-5) for n in plain)

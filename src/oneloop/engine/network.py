@@ -38,7 +38,7 @@ class Network:
         for p in self.heads.parameters():
             nn.init.zeros_(p)
         if spec.checkpoint:
-            inner(module).gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(module)
         self.backbone = Backbone(module)
         adapted = spec.adapter is not None
         self.parameters: dict[str, nn.Parameter] = {}
@@ -154,6 +154,17 @@ def inner(module: nn.Module) -> Any:
     """The transformers model under an adapter, or itself."""
     get_base = getattr(module, "get_base_model", None)
     return get_base() if get_base else module
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """Recomputes activations in the backward pass. Layers do so in training mode only; dropout stays off."""
+    model = inner(module)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    module.train()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -63,7 +63,7 @@ def in_test(text: str, share: float) -> bool:
 class Arithmetic(Environment):
     """chain_sum. Both splits follow the generator's own frequencies; the questions of the test split are distinct.
 
-    test_share is high since there are only 200 questions of two one-digit terms, of which a test split of 256 wants 128.
+    There are only 200 questions of two one-digit terms, so a test split of 256 holds all of its half of them.
     """
 
     min_terms: int = setting(2, low=1, high=20)
@@ -74,7 +74,7 @@ class Arithmetic(Environment):
     partial: bool = setting(False)
     train_size: int = setting(2048, low=1, high=10**7, unit="questions")
     test_size: int = setting(256, low=1, high=10**6, unit="questions")
-    test_share: float = setting(0.7, low=0.01, high=0.99, unit="of all possible questions")
+    test_share: float = setting(0.5, low=0.01, high=0.99, unit="of all possible questions")
     seed: int = setting(0, low=0, high=2**40)
 
     def __post_init__(self) -> None:

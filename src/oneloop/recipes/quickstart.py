@@ -1,4 +1,4 @@
-"""The quickstart: SmolLM2-135M-Instruct learns sums and differences of two numbers on a laptop's CPU."""
+"""The quickstart: SmolLM2-135M-Instruct learns sums and differences of two numbers on a laptop's CPU. All numbers are ours."""
 
 from dataclasses import replace
 
@@ -13,8 +13,9 @@ recipe = replace(
     name="quickstart",
     base="dr_grpo",
     about="SmolLM2-135M learns two-term sums in ten minutes",
-    prompts=Epochs(max_tokens=24),
-    learners={"policy": learner(Term(Policy(high=0.28), by=By("fixed", length=24)), lr=1e-5)},
+    prompts=Epochs(prompts=32, max_tokens=16),
+    learners={"policy": learner(Term(Policy(high=0.28), by=By("fixed", length=16)), lr=1.5e-5, decay=150)},
     evaluate=Evaluate(max_tokens=32),
-    steps=60,
+    steps=110,
+    slots=256,
 )
