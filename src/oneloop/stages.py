@@ -149,7 +149,9 @@ class View(Mechanism, Protocol):
 
 
 class Assign(Mechanism, Protocol):
-    """6 Credit and selection, one ordered chain."""
+    """6 Credit and selection, one ordered chain. scores: the least and greatest score it is made for."""
+
+    scores: tuple[float, float] = (-math.inf, math.inf)
 
     def __call__(self, batch: Batch, state: State, rng: Rng) -> tuple[Map, State]:
         """What it writes: "score" (R), "credit" or any other named column (N or R), "stream.<name>" (N), "reasons"."""

@@ -16,8 +16,10 @@ VARIED = ([1, 0, 0.5], [0, 1], [3, -1, 2, 2], [1])
 
 
 def batch_for(mechanism, *scores) -> Batch:
-    """Groups with every column the mechanism needs."""
-    return frozen(filled(groups(*scores), mechanism.needs))
+    """Groups with every column the mechanism needs, their scores held within the range it is made for."""
+    low, high = mechanism.scores
+    held = [[s if isinstance(s, str) else min(max(s, low), high) for s in group] for group in scores]
+    return frozen(filled(groups(*held), mechanism.needs))
 
 
 def ran(mechanism, batch, state=None):

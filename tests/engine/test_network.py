@@ -21,7 +21,7 @@ def test_an_unknown_name_is_refused(tiny):
     net = network(tiny)
     name = next(iter(net.masters))
     net.install({name: net.masters[name] + 1})
-    with pytest.raises(ModelError, match="has no parameter model.renamed"):
+    with pytest.raises(ModelError, match=r"has no parameter model\.renamed"):
         net.install({"model.renamed": torch.zeros(1)})
 
 

@@ -23,6 +23,7 @@ class MeanPower(Assign):
 
     needs = frozenset({"score"})
     writes = frozenset({"credit"})
+    scores = (0.0, 1.0)
 
     def __call__(self, batch: Batch, state: State, rng: Rng) -> tuple[Map, State]:
         """Writes credit (N)."""

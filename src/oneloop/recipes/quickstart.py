@@ -13,9 +13,9 @@ recipe = replace(
     name="quickstart",
     base="dr_grpo",
     about="SmolLM2-135M learns two-term sums in ten minutes",
-    prompts=Epochs(prompts=32, max_tokens=16),
-    learners={"policy": learner(Term(Policy(high=0.28), by=By("fixed", length=16)), lr=1.5e-5, decay=150)},
+    prompts=Epochs(prompts=24, max_tokens=16),
+    learners={"policy": learner(Term(Policy(high=0.28), by=By("fixed", length=16)), lr=1.5e-5, decay=250)},
     evaluate=Evaluate(max_tokens=32),
-    steps=110,
-    slots=256,
+    steps=115,
+    slots=192,
 )
