@@ -31,15 +31,21 @@ class Epochs(Prompts):
         """The next prompts in order; an epoch's end and the next one's start may meet in one step."""
         if not self.pool:
             raise ValueError("Epochs has no prompts: is the task's training split empty?")
-        epoch, place, order = state["epoch"], state["place"], list(state["order"])
-        out = []
+        epoch, place, order, out, passed = state["epoch"], state["place"], list(state["order"]), [], 0
         while len(out) < self.prompts:
             if place == len(order):
                 epoch, place, order = epoch + 1, 0, [int(i) for i in rng.permutation(len(self.pool))]
             prompt = self.pool[order[place]]
-            out.append(self._request(f"{epoch}.{place}.{prompt.id}", prompt))
+            if passed >= 2 * len(self.pool) or not self.rests(prompt, step, state):  # where all rest, nobody does
+                out.append(self._request(f"{epoch}.{place}.{prompt.id}", prompt))
+            else:
+                passed += 1
             place += 1
-        return out, {"epoch": epoch, "place": place, "order": order}
+        return out, {**state, "epoch": epoch, "place": place, "order": order}
+
+    def rests(self, prompt: Prompt, step: int, state: State) -> bool:
+        """Whether a prompt is passed over this time; never, here."""
+        return False
 
     def _request(self, name: str, prompt: Prompt) -> Request:
         return Request(name, prompt, self.rollouts, temperature=self.temperature, max_tokens=self.max_tokens)
