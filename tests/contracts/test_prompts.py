@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from oneloop.batch import pack
+from tests.build import row
 from tests.contracts.common import LENT, every, made, plain, rng, through_disk
 
 ALL = every("prompts")
+
+
+def answered(requests, step):
+    """What came of the requests: every other group all right, the rest half right."""
+    rows = []
+    for i, q in enumerate(requests):
+        rows += [replace(row(f"{q.id}/{n}", q.id, s), prompt=q.prompt) for n, s in enumerate([1.0, float(i % 2)])]
+    return pack(rows, step)
 
 
 def asked(mechanism, steps, state=None, first=0):
@@ -17,7 +29,7 @@ def asked(mechanism, steps, state=None, first=0):
         kept = state
         requests, state = mechanism(step, state, rng(7, step))
         assert plain(kept) == before, "a state that is handed in is not changed in place"
-        state = mechanism.observe(None, {}, state)
+        state = mechanism.observe(answered(requests, step), {}, state) if requests else state
         out.append(requests)
     return out, state
 
