@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -113,7 +114,7 @@ def cut(batch: Batch, rows: Sequence[int]) -> Batch:
     back = np.full(R, -1)
     back[row] = np.arange(len(row))
 
-    def sliced(columns: Mapping) -> dict:
+    def sliced(columns: Mapping[Any, Array]) -> dict[Any, Array]:
         # An R-column and an N-column cannot be told apart when R = N. Since no row is empty (pack), every row then has
         # one token, and both are the same slice.
         return {k: v[token] if len(v) == N else v[row] for k, v in columns.items()}
@@ -153,7 +154,7 @@ def write(batch: Batch, written: Map) -> Batch:
     return replace(batch, columns=columns, streams=streams, reasons=reasons)
 
 
-def with_views(batch: Batch, needs: Sequence[Need | str], views: Mapping[str, Callable]) -> Batch:
+def with_views(batch: Batch, needs: Sequence[Need | str], views: Mapping[str, Callable[..., Any]]) -> Batch:
     """The batch with the contexts of every view that `needs` reads: built on the whole batch, since a view may read other rows."""
     asked = {s.view for n in needs if isinstance(n, Need) for s in n.of} - {"own", *batch.contexts}
     new = {view: [tuple(views[view](row, batch)) for row in batch.rows] for view in sorted(asked)}

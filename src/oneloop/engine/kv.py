@@ -17,7 +17,9 @@ from transformers import AttentionInterface
 
 NAME = "oneloop_decode"  # the attention implementation's name in transformers
 STATE = "oneloop_decode_state"  # the keyword argument that carries a Prefill or a Decode to every layer
-CALL_COST = 2_000  # one more call (some 40 us) costs as much as this many query-key pairs (some 0.02 us; ours, estimated from timings)
+CALL_COST = (
+    2_000  # one more call (some 40 us) costs as much as this many query-key pairs (some 0.02 us; ours, estimated from timings)
+)
 # arguments that models hand to every attention function and that change nothing here
 HARMLESS = frozenset(
     (

@@ -143,7 +143,7 @@ def spread(v_n: Array, tokens: Array, n: int) -> Array:
 def tensors(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """The batch with torch arrays, for losses."""
 
-    def floats(columns: Mapping) -> dict:
+    def floats(columns: Mapping[Any, Array]) -> dict[Any, Tensor]:
         return {k: torch.as_tensor(np.asarray(v, float), device=device).to(dtype) for k, v in columns.items()}
 
     return replace(

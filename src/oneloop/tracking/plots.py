@@ -15,7 +15,12 @@ PANELS = (  # title, unit, metrics with their labels
 COLOURS = ("#2f6690", "#d1495b", "#66a182")
 
 
-def curves(metrics: Sequence[Mapping[str, Any]], path: Path, title: str, points: Mapping[str, Sequence] | None = None) -> Path:
+def curves(
+    metrics: Sequence[Mapping[str, Any]],
+    path: Path,
+    title: str,
+    points: Mapping[str, Sequence[tuple[int, float, float, float]]] | None = None,
+) -> Path:
     """Four panels against the step; a faint line is the value, a strong one its running mean over five steps.
 
     points: metric -> (step, value, low, high) measurements with intervals, drawn over the panel that holds the metric.
