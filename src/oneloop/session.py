@@ -287,7 +287,7 @@ def to_end(work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
     """asyncio.run, which an Interrupted leaves without words about the tasks it went through."""
 
     def say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not isinstance(context.get("exception"), Interrupted):
+        if not isinstance(context.get("exception"), Interrupted | asyncio.CancelledError):
             loop.default_exception_handler(context)
 
     async def main() -> T:
