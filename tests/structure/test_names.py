@@ -160,4 +160,4 @@ def test_no_place_of_one_machine_is_written_down():
             wrong += [f"{name}: {m.group()}" for m in PLACES.finditer(path.read_text(errors="replace"))]
     assert wrong == []
     assert PLACES.search("see /home/someone/models")
-    assert not PLACES.search("https://example.org/home/x and ~/work/x")
+    assert not PLACES.search("https://example.org/home/x and ~/code/x")
