@@ -87,7 +87,6 @@ EXPECTED = {
     "TooManyErrors",
     "SandboxUnavailable",
     "LogError",
-    "TaskError",
     "OtherRequests",
 }
 
